@@ -53,8 +53,7 @@ def _check_leaf(where: str, leaf: Any) -> None:
 
 
 def _check_container(where: str, shape: Shape) -> None:
-    """Refuse a container of ``shape`` that replays cannot make anew: with tensors beside its children, or a set in an
-    order that is left from earlier members."""
+    """Refuse a container of ``shape`` that replays cannot make anew: with tensors beside its children."""
     keys = shape.keys[: shape.items]
     if holds_tensors((keys, shape.context)):
         what = "a key" if holds_tensors(keys) else "what its class needs besides (default_factory)"
@@ -62,10 +61,6 @@ def _check_container(where: str, shape: Shape) -> None:
             f"{where}: a {shape.kind.__name__} has a tensor in {what}, which a replay would not make anew: return it "
             "among the values"
         )
-    if shape.kind is set and any(
-        one is not other for one, other in zip(shape.context, set(shape.context), strict=True)
-    ):
-        raise TypeError(f"{where}: a set has an order that a new one with its members has not: return a sorted list")
 
 
 def _with_parameter(name: str, parameters: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from te_graph.common.dispatch import storage_key
 from te_graph.common.raw_contents import items_of
 from te_graph.graphs.guards.backward_watch import WITHIN, BackwardWatch
 from te_graph.graphs.guards.callable_guard import CallableGuard
-from te_graph.graphs.guards.guarded_modules import guard_module, guard_number_of_hooks, guard_tables, guard_training
+from te_graph.graphs.guards.guarded_modules import guard_module, guard_number_of_hooks, guard_training
 from te_graph.graphs.guards.guarded_objects import guard_keys, guard_source
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
@@ -73,7 +73,7 @@ def backward_guard(
         tells_apart=tells_tensors_apart(Names(frozenset(names)), sources),
     )
     reads.follow(others)
-    _guard_module(root, callable_guard, reads, reader)
+    _guard_module(root, callable_guard, reads)
     looked_at: set[int] = set()
     for source in others:
         if source.again is None and isinstance(source.obj, types.FunctionType) and source.obj.__code__ in reads.ran:
@@ -93,29 +93,24 @@ def backward_guard(
         if id(source.obj) not in looked_at:
             looked_at.add(id(source.obj))
             if source.obj is not root.obj:
-                _guard_module(source, callable_guard, reads, reader)
+                _guard_module(source, callable_guard, reads)
             _guard_lookups(source, callable_guard, reads, reader)
     return callable_guard.guard if callable_guard.guard.steps > 1 else None
 
 
-def _guard_module(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:
+def _guard_module(source: Source, callable_guard: CallableGuard, reads: _Reads) -> None:
     """Guard what the module at ``source``, if it is one that the code may get hold of, has apart from attributes."""
     module, is_callable = source.obj, source.parent is None
     if not isinstance(module, nn.Module):
         return
-    # The callable may get hooks after the capture, which run around a replay.
-    hooks = HOOK_DICTS.keys() if not is_callable else set()
     if reads.names is None:
         guard_module(source, callable_guard, is_callable)
-        for key in hooks:
-            guard_number_of_hooks(source, callable_guard, key)
     elif id(module) in reads.reached or id(module) in reads.held:
         if "training" in reads.names:
             guard_training(source, callable_guard)
-        for key in hooks & reads.names:
+        # The callable may get hooks after the capture, which run around a replay.
+        for key in HOOK_DICTS.keys() & reads.names if not is_callable else ():
             guard_number_of_hooks(source, callable_guard, key)
-        if reader.goes_through_tables(module):
-            guard_tables(source, callable_guard, in_order=True)
 
 
 def _guard_lookups(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:

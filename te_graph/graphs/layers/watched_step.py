@@ -139,7 +139,8 @@ def attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator
     hooks of modules and tensors, and where tensors lie.
 
     Other objects, such as a configuration, keep what a first call sets in them: if that were put back, the next call
-    would set it again, after the capture, and guards would find it changed.
+    would set it again, after the capture, and guards would find it changed. Hooks that it puts on tensors stay with
+    that, unless it fails.
     """
     values = (one for one in values_held_by(model) if isinstance(one, Tensor) or is_small_array(one))
     state = ContainerState(Source(one, "") for one in (*holders_in(model), *values))
@@ -149,7 +150,7 @@ def attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator
         state.restore()
         raise
     if not only_on_failure:
-        state.restore()
+        state.restore(with_hooks=False)
 
 
 def _refuse_step(thread: int, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

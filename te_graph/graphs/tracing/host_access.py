@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from te_graph.common.as_written import import_compiler
+from te_graph.common.dispatch import is_strided, place_of
 from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
@@ -108,7 +109,8 @@ class MemoryWatch(MethodWatch):
 
     Args:
         on_export: called with each, [...], that NumPy or a reader of DLPack is about to get.
-        on_exchange: called with each, [...], that is about to get other memory by ``tensor.data = ...``.
+        on_exchange: called with each, [...], that is about to get other memory by ``tensor.data = ...``; what lies
+            where the tensor does is none.
     """
 
     def __init__(self, on_export: Callable[[Tensor], None], on_exchange: Callable[[Tensor], None]) -> None:
@@ -116,9 +118,16 @@ class MemoryWatch(MethodWatch):
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
         if func == _SETS_DATA:
-            self._on_exchange(args[0])
+            if not _lies_there(args[0], args[1]):
+                self._on_exchange(args[0])
         elif func.__name__ in _EXPORTS:
             self._on_export(args[0])
+
+
+def _lies_there(tensor: Tensor, data: Any) -> bool:
+    """Whether ``data`` [...] has the memory of ``tensor`` [...], as where ``module.to()`` changes nothing."""
+    is_plain = isinstance(data, Tensor) and all(is_strided(one) and not one.is_nested for one in (tensor, data))
+    return is_plain and place_of(tensor) == place_of(data)
 
 
 class HostAccessWatch(MethodWatch):

@@ -24,6 +24,7 @@ _FROM_SYSTEM = "the system (os.urandom, as SystemRandom, secrets, uuid4 and gene
 _CODE_OF_BITS = random.SystemRandom.getrandbits.__code__  # which NumPy calls, from C
 _OF_SYSTEM = frozenset(id(vars(os)[name]) for name in ("urandom", "getrandom") if hasattr(os, name))
 _SEED_OF_TORCH = torch.Generator.seed
+_OF_STATES = frozenset({"getstate", "setstate", "get_state", "set_state"})
 _WITH_OWNER = (types.BuiltinFunctionType, types.MethodType)
 # What these draw are names of files and modules, and names of what they keep in memory.
 _BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
@@ -31,12 +32,15 @@ _BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
 
 def unseen_draw(function: Any, first: Any) -> str | None:
     """From where ``function``, which is about to be called with ``first`` as an argument, draws; None: from nowhere, or
-    the state of a generator will tell. Of the generators of the process whatever is called counts."""
+    the state of a generator will tell. Of the generators of the process whatever is called counts, but what gets and
+    sets their states."""
     if id(function) in _OF_SYSTEM:
         return _FROM_SYSTEM
     is_bound = type(function) is types.BuiltinFunctionType and function.__name__ == "seed"
     if function is _SEED_OF_TORCH or (is_bound and isinstance(function.__self__, torch.Generator)):
         return "torch.Generator.seed"
+    if getattr(function, "__name__", "") in _OF_STATES:
+        return None
     generator = function.__self__ if type(function) in _WITH_OWNER else first
     if type(generator) is random.Random:
         return OF_PYTHON if generator is random._inst else None

@@ -12,6 +12,7 @@ import random
 import secrets
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -208,3 +209,30 @@ def test_a_state_of_numpy_that_is_given_none_is_not_seen_a_documented_limit(devi
     x = batch(device)
     first = call(x).detach().clone()
     assert torch.equal(call(x), first)
+
+
+@pytest.mark.parametrize("module", [random, np.random], ids=["random", "numpy"])
+def test_states_that_are_saved_and_put_back_without_a_draw_are_no_draws(module: Any, device: str) -> None:
+    get, put = (module.getstate, module.setstate) if module is random else (module.get_state, module.set_state)
+
+    def fn(x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+        state = get()
+        y = x * 2
+        put(state)
+        return y
+
+    call = make_graphed_callables(fn, (batch(device),))
+    assert torch.equal(call(x := batch(device)), x * 2)
+
+
+@pytest.mark.parametrize("draw", [lambda: float(np.random.sample()), lambda: float(np.random.ranf())])
+def test_draws_of_functions_without_an_owner_are_refused_beside_a_thread(draw: Draw, device: str) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"draws from numpy\.random"):
+            make_graphed_callables(lambda x: x * draw(), (batch(device),))
+    finally:
+        stop.set()
+        thread.join()

@@ -1,4 +1,4 @@
-"""Silent hazards of graph replay in what code in a backward reads of modules: flags, hooks, which submodules there are.
+"""Silent hazards of graph replay in what code in a backward reads of modules: training flags and hooks.
 
 A module has these whatever its attributes are, and a guard does not find them among what code names.
 """
@@ -63,12 +63,6 @@ READS: dict[str, tuple[Read, Change, Change, str]] = {
         lambda net: net.inner.eval(),
         lambda net: net.train(),
         "training flag of inner",
-    ),
-    "submodules": (
-        lambda net: 1.0 + len(list(net.children())),
-        lambda net: net.add_module("more", nn.ReLU()),
-        lambda net: delattr(net, "more"),
-        "submodules of Scaled",
     ),
     "hooks": (
         lambda net: 2.0 + len(net.inner._forward_hooks),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import Block, InTurn, batch
 from memory_changes import CHANGES, Held
-from torch import nn
+from torch import Tensor, nn
 
 import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
@@ -21,12 +21,7 @@ def scales_the_gradient(held: Held) -> None:
         held.linear.weight.grad.data = held.linear.weight.grad.data * 2
 
 
-def adds_hooks_of_a_weight(held: Held) -> None:
-    held.linear.weight.register_hook(lambda grad: grad * 2)
-    held.linear.weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
-@pytest.mark.parametrize("change", [*CHANGES, scales_the_gradient, adds_hooks_of_a_weight])
+@pytest.mark.parametrize("change", [*CHANGES, scales_the_gradient])
 def test_what_its_forward_changes_is_put_back(device: str, change: Callable) -> None:
     held = Held(lambda held: None)
     model = InTurn(Block(), Block(), held).to(device)
@@ -77,3 +72,49 @@ def test_a_step_that_exchanges_weights_is_refused(device: str, update: Callable,
     with pytest.raises(RuntimeError, match=rf"the step changes first\.weight \({how}"):
         tg.graph_layers(model, step)
     assert_bitwise_equal(dict(model.state_dict()), values)
+
+
+class Clipped:
+    """A training beside the model, which puts hooks on parameters in its first step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.is_ready = model, False
+
+    def loss(self, x: Tensor) -> Tensor:  # [n, WIDTH] -> []
+        if not self.is_ready:
+            for parameter in self.model.parameters():
+                parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            self.is_ready = True
+        return self.model(x).sum()
+
+
+def test_hooks_that_a_training_puts_on_parameters_in_its_first_step_stay(device: str) -> None:
+    gradients = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = InTurn(Block(), Block()).to(device)
+        training, x = Clipped(model), batch(device)
+        if is_graphed:
+            tg.graph_layers(model, lambda training=training, x=x: training.loss(x).backward(), layers=Block)
+        training.loss(x).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert_bitwise_equal(*gradients)
+
+
+def test_a_step_that_moves_a_model_to_where_it_is_changes_nothing(device: str) -> None:
+    model = InTurn(Block(), Block()).to(device)
+
+    def step() -> None:
+        model.to(device).float()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
+        model(batch(device)).sum().backward()
+
+    assert tg.graph_layers(model, step, layers=Block).layers == ("layers.0", "layers.1")
+
+
+def test_nested_tensors_in_a_model_are_left_alone(device: str) -> None:
+    model = InTurn(Block(), Block()).to(device)
+    model.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).to(device))
+    layers = tg.graph_layers(model, lambda: model(batch(device)).sum().backward(), layers=Block).layers
+    assert layers == ("layers.0", "layers.1")

@@ -25,7 +25,8 @@ class TensorState:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._lies_somewhere = is_strided(tensor) and not has_subclass([type(tensor)])
+        is_plain = is_strided(tensor) and not tensor.is_nested
+        self._lies_somewhere = is_plain and not has_subclass([type(tensor)])
         self._requires_grad: bool | None = None
         self._hooks: dict[str, tuple[dict | None, dict]] = {}
         with bypass_modes(), torch.no_grad():
@@ -36,7 +37,7 @@ class TensorState:
                 tables = {name: getattr(tensor, name) for name in _HOOKS}
                 self._hooks = {name: (table, dict(table or {})) for name, table in tables.items()}
 
-    def restore(self) -> None:
+    def restore(self, with_hooks: bool = True) -> None:
         """Put it back, without a new version."""
         tensor = self._tensor
         with bypass_modes():
@@ -46,7 +47,7 @@ class TensorState:
                 return
             if tensor.requires_grad != self._requires_grad:
                 tensor.requires_grad_(self._requires_grad)
-            for name, (table, hooks) in self._hooks.items():
+            for name, (table, hooks) in self._hooks.items() if with_hooks else ():
                 if table is not None and table != hooks:
                     table.clear()
                     table.update(hooks)
@@ -65,7 +66,7 @@ class ArrayContents:
         self._values = values
         self._kept = np.array(values) if _is_of_numpy(values) else values[:]
 
-    def restore(self) -> None:
+    def restore(self, with_hooks: bool = True) -> None:
         """Put it back."""
         if not _is_of_numpy(self._values):
             self._values[:] = self._kept

@@ -65,13 +65,13 @@ class ContainerState:
     def _keep(self, container: dict | list | set | deque) -> None:
         self._kept.append((container, *_contents_of(container)))
 
-    def restore(self) -> None:
-        """Put all back, object by object."""
+    def restore(self, with_hooks: bool = True) -> None:
+        """Put all back, object by object; with or without hooks of tensors."""
         for module, kind in self._classes:
             if type(module) is not kind:
                 set_class(module, kind)
         for memory in self._memory:
-            memory.restore()
+            memory.restore(with_hooks)
         for obj, slot, value in self._slots:
             if in_slot(obj, slot) is not value:  # put back without code of its class
                 member = slot_of(type(obj), slot)
