@@ -65,10 +65,10 @@ def guard_number_of_hooks(source: Source, callable_guard: CallableGuard, key: st
 def guard_hooks(source: Source, callable_guard: CallableGuard, may_capture_hooks: bool) -> None:
     name = source.name or type(source.obj).__name__
     check_hooks(source.obj, name, may_capture_hooks)
-    for kind in HOOK_DICTS:
-        hooks = guard_number_of_hooks(source, callable_guard, kind)
-        for key in hooks.obj:
-            hook = hooks.item(key, hooks.name)
+    for key in HOOK_DICTS:
+        hooks = guard_number_of_hooks(source, callable_guard, key)
+        for number in hooks.obj:
+            hook = hooks.item(number, hooks.name)
             callable_guard.enter(hook)
             for setting in settings_of(hook.obj) if is_pure_hook(hook.obj) else ():
                 kind = type(hook.obj).__name__

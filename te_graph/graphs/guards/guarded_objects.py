@@ -18,6 +18,14 @@ from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.names import Names
 
 _Kind = _C.StepKind
+_AGAINST_ARRAY = (
+    " that is too large to be compared at each call, or holds objects: make it a tensor, or list the attribute in "
+    "ignore_attributes= to freeze it"
+)
+_AGAINST_GENERATOR = (
+    ", a generator of a derived class, whose state cannot be compared at each call, and the callable may see or set "
+    "it: use random.Random itself, or draw with torch"
+)
 _GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
 
 
@@ -43,11 +51,11 @@ def guard_source(source: Source, callable_guard: CallableGuard, names: Names, te
     elif isinstance(obj, list | tuple | dict | set):
         _guard_container(source, callable_guard, names.puts_items)
     elif is_array(obj):
-        _guard_array(source, callable_guard)
+        _guard_contents(source, callable_guard, _AGAINST_ARRAY)
     elif isinstance(obj, deque):
         callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=count_of(obj)))
     elif is_generator(obj) and names.handles_generators:
-        _guard_generator(source, callable_guard)
+        _guard_contents(source, callable_guard, _AGAINST_GENERATOR)
     elif is_iterator(obj):
         raise RuntimeError(
             f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
@@ -63,23 +71,11 @@ def _is_computed_before(source: Source) -> bool:
     return isinstance(owner, nn.Module) and any(one.name == source.key for one in computed_by_hooks(owner))
 
 
-def _guard_array(source: Source, callable_guard: CallableGuard) -> None:
+def _guard_contents(source: Source, callable_guard: CallableGuard, reason_against: str) -> None:
+    """Guard what is there by its value; ``reason_against`` that where it has none."""
     value = value_of(source.obj)
     if value is None:
-        raise RuntimeError(
-            f"{source.name} is a {type(source.obj).__name__} that is too large to be compared at each call, or holds "
-            "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
-        )
-    callable_guard.expect_contents(source, value)
-
-
-def _guard_generator(source: Source, callable_guard: CallableGuard) -> None:
-    value = value_of(source.obj)
-    if value is None:
-        raise RuntimeError(
-            f"{source.name} is a {type(source.obj).__name__}, a generator of a derived class, whose state cannot be "
-            "compared at each call, and the callable may see or set it: use random.Random itself, or draw with torch"
-        )
+        raise RuntimeError(f"{source.name} is a {type(source.obj).__name__}{reason_against}")
     callable_guard.expect_contents(source, value)
 
 
