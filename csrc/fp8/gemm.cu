@@ -252,9 +252,7 @@ bool has_fp8_gemm(int device) {
     return major * 10 + minor >= 89;
 }
 
-std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape) {
-    return plans().find(current_device(), shape);
-}
+std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape) { return plans().find(current_device(), shape); }
 
 size_t workspace_of(const GemmPlan& plan) { return plan.info.workspace; }
 
