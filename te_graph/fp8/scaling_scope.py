@@ -137,8 +137,8 @@ class ScalingScope(OwnObject):
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
             and (other is member or not is_captured or other.products.is_noted())
             and (weight := other.weight) is not None
-            and other.fits(weight)
             and not other.products.is_cast(weight, records_amax)
+            and other.fits(weight)
         ]
 
     def _begin_casts(self, pairs: Sequence[tuple[Member, Tensor]], records_amax: bool, is_captured: bool) -> None:
