@@ -35,6 +35,17 @@ inline void check_buffer(const char* op, const char* argument, const at::Tensor&
     check_device(op, argument, tensor, device);
 }
 
+// Where the gradient of a parameter goes, out [shape] of dtype; nothing: a result.
+inline void check_grad_out(const char* op, const char* argument, const std::optional<at::Tensor>& out,
+                           bool is_asked_for, bool accumulate, at::ScalarType dtype, at::IntArrayRef shape,
+                           at::Device device) {
+    TORCH_CHECK_VALUE(out || !accumulate, op, ": expected ", argument, ", to which to accumulate, got none");
+    if (!out) return;
+    TORCH_CHECK_VALUE(is_asked_for, op, ": expected no ", argument, ", which is not asked for, got one");
+    check_dtype(op, argument, *out, dtype);
+    check_buffer(op, argument, *out, shape, device);
+}
+
 // What a message about a dtype calls it: that of a tensor, or an argument that is one.
 inline std::string dtype_of(const std::string& argument) {
     return argument.ends_with("dtype") ? argument : argument + " of dtype";

@@ -7,6 +7,7 @@
 // All bits of the CPU loops and of the kernels are the same, those of column sums too, but for those of NaNs in fp32.
 #pragma once
 
+#include <initializer_list>
 #include <span>
 
 #include "common/dtype.h"
@@ -120,6 +121,10 @@ void dequantize_cpu(const Dequantization& work);
 // Elements in their order, without out_t.
 cudaError_t launch_cast(const Cast& cast, const Flag& noop, cudaStream_t stream);
 cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream);
+// `out` of at most kMostSums from `partial`, which other kernels left of matrices [rows, columns].
+constexpr int kMostSums = 3;
+cudaError_t launch_column_sums(std::initializer_list<ColumnSums> each, int64_t rows, int64_t columns, const Flag& noop,
+                               cudaStream_t stream);
 // A launch for each 384 of them.
 cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, cudaStream_t stream);
 cudaError_t launch_cast_weights_table(const CastTable& table, const Flag& noop, cudaStream_t stream);

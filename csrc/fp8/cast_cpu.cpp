@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "fp8/cast.h"
+#include "fp8/column_sums_cpu.h"
 #include "fp8/element_cpu.h"
 
 namespace te_graph::fp8 {
@@ -39,30 +40,6 @@ void pad_transposed(const Cast& cast) {
     }
 }
 
-// Adds one element after the other to sums of 8 rows, these to sums of 128, and these to the sum.
-template <typename T>
-float column_sum(const T* input, const Cast& cast) {
-    float sum = 0;
-    for (int64_t tile = 0; tile < cast.rows; tile += kTile) {
-        float tile_sum = 0;
-        for (int64_t group = tile; group < std::min(tile + kTile, cast.rows); group += kGroupRows) {
-            float group_sum = 0;
-            for (int64_t row = group; row < std::min(group + kGroupRows, cast.rows); ++row) {
-                group_sum += widen(input[row * cast.columns]);
-            }
-            tile_sum += group_sum;
-        }
-        sum += tile_sum;
-    }
-    return sum;
-}
-
-template <typename T>
-void put(T& out, float sum, bool accumulate) {
-    const T rounded = narrow<T>(sum);
-    out = accumulate ? narrow<T>(widen(out) + widen(rounded)) : rounded;
-}
-
 }  // namespace
 
 void cast_cpu(const Cast& cast, const Flag& noop) {
@@ -77,16 +54,9 @@ void cast_cpu(const Cast& cast, const Flag& noop) {
 
 void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop) {
     cast_cpu(cast, noop);
-    if (is_set(noop) || !sums.out) return;
+    if (is_set(noop)) return;
     with_input(cast.dtype, [&]<typename T>() {
-        for (int64_t column = 0; column < cast.columns; ++column) {
-            const float sum = column_sum(static_cast<const T*>(cast.input) + column, cast);
-            if (sums.dtype == DType::kFloat32) {
-                put(static_cast<float*>(sums.out)[column], sum, sums.accumulate);
-            } else {
-                put(static_cast<T*>(sums.out)[column], sum, sums.accumulate);
-            }
-        }
+        column_sums_cpu(static_cast<const T*>(cast.input), cast.rows, cast.columns, sums);
     });
 }
 

@@ -151,7 +151,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias(
 {
     const PreparedTranspose made = prepare_transpose(kDbias, x, scale, dtype, amax, counts);
     const at::Tensor dbias = at::empty({x.size(1)}, x.options());
-    const Sums column = sums_into(kDbias, dbias, x);
+    const Sums column = sums_into(kDbias, dbias, x.size(0));
     TE_GRAPH_RUN(x.device(), cast_transpose, made.cast, column.sums, {});
     note_writes({amax, counts});
     return {made.out, made.out_t, made.scale_inv, dbias};
@@ -193,7 +193,7 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
                       {"dbias", dbias, true},
                       {"counts", counts, true},
                       {"noop", noop, false}});
-    const Sums column = sums_into(kOp, dbias.value_or(at::Tensor()), x);
+    const Sums column = sums_into(kOp, dbias.value_or(at::Tensor()), x.size(0));
     TE_GRAPH_RUN(x.device(), cast_transpose, work, column.sums, flag);
     note_writes({out, out_t, scale_inv, amax, dbias, counts});
 }

@@ -58,14 +58,56 @@ __device__ inline void transpose(uint2 (&rows)[8]) {
     }
 }
 
-// Reads a tile, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are aligned, and within the
-// matrix or behind it.
-template <typename T, Format kFormat, bool kAligned, Extra kExtra>
-__device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
+struct Place {
+    int64_t row, column;
+};
+// Of the first element of a thread's 8 x 8.
+__device__ inline Place place_in(const Corner& corner) {
+    return {corner.top + threadIdx.x / kLanes * 8, corner.left + threadIdx.x % kLanes * 8};
+}
+
+// Where the elements of a thread come from: here, those of a matrix. Others make them of what they load; what is not
+// inside of the matrix is zero.
+template <typename T>
+struct MatrixSource {
+    using Loaded = Vector<T, 8>;
+    static constexpr int kLoads = 1;  // eights that an eight is made of
+
+    const T* first;
+    int64_t stride;
+    __device__ MatrixSource(const Cast& cast, const Place& place)
+        : first(static_cast<const T*>(cast.input) + place.row * cast.columns + place.column), stride(cast.columns) {}
+
+    // Those of row i of the eight; zeros from `end` on.
+    template <bool kAligned>
+    __device__ Loaded load(int i, int64_t end) const {
+        return load_eight<kAligned>(first + i * stride, end);
+    }
+    __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const { return loaded; }
+};
+
+// sums: of a thread's eight columns.
+__device__ inline void put_sums(const float (&sums)[8], float (&shared)[kLanes][kTile]) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) shared[threadIdx.x / kLanes][threadIdx.x % kLanes * 8 + k] = sums[k];
+}
+// Those of a tile of [rows, columns], after a barrier.
+__device__ inline void write_sums(const ColumnSums& sums, const float (&shared)[kLanes][kTile], const Corner& corner,
+                                  int64_t rows, int64_t columns) {
+    const int64_t column = corner.left + threadIdx.x;
+    if (!sums.out || threadIdx.x >= kTile || column >= columns || corner.top >= rows) return;
+    float sum = 0;
+    for (int group = 0; group < kLanes; ++group) sum = __fadd_rn(sum, shared[group][threadIdx.x]);
+    sums.partial[corner.top / kTile * columns + column] = sum;
+}
+
+// Reads a tile of what `source` has, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are
+// aligned, and within the matrix or behind it.
+template <typename T, Format kFormat, bool kAligned, Extra kExtra, typename Source>
+__device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& column_sums, const Place& place,
                           Shared<kExtra>& shared) {
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-    const int64_t row = corner.top + group * 8, column = corner.left + lane * 8;
-    const auto* const input = static_cast<const T*>(cast.input) + row * cast.columns + column;
+    const auto [row, column] = place;
     uint8_t* const out = cast.out + row * cast.columns + column;
     const int64_t columns = cast.columns - column;
     const float scale = *cast.scale;
@@ -73,33 +115,32 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
     Findings<has_counts(kExtra)> findings;
     float sums[has_sums(kExtra) ? 8 : 1] = {};
     uint2 bytes[8];
-    // 128 bytes in flight for each thread.
-    constexpr int kBatch = 16 / sizeof(T) < 8 ? 16 / sizeof(T) : 8;
+    // 128 bytes in flight for each thread, or twice that where several are loaded for each.
+    constexpr int kBatch = 16 / sizeof(T) / (Source::kLoads == 1 ? 1 : 2);
+    static_assert(8 % kBatch == 0);
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
-        Vector<T, 8> batch[kBatch];
+        typename Source::Loaded batch[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + b;
-            batch[b] = load_eight<kAligned>(input + i * cast.columns, row + i < cast.rows ? columns : 0);
+            batch[b] = source.template load<kAligned>(i, row + i < cast.rows ? columns : 0);
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + b;
-            bytes[i] = findings.template cast<kFormat>(batch[b].values, scale);
+            const Vector<T, 8> made = source.make(i, batch[b], row + i < cast.rows && columns > 0);
+            bytes[i] = findings.template cast<kFormat>(made.values, scale);
             store_eight<kAligned>(out + i * cast.columns, bytes[i], row + i < cast.rows ? columns : 0);
             if constexpr (has_sums(kExtra)) {
 #pragma unroll
-                for (int k = 0; k < 8; ++k) sums[k] = __fadd_rn(sums[k], widen(batch[b].values[k]));
+                for (int k = 0; k < 8; ++k) sums[k] = __fadd_rn(sums[k], widen(made.values[k]));
             }
         }
     }
     shared.findings.put(findings);
     if constexpr (has_sums(kExtra)) {
-        if (column_sums.out) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) shared.sums[group][lane * 8 + k] = sums[k];
-        }
+        if (column_sums.out) put_sums(sums, shared.sums);
     }
     if (cast.out_t) {
         transpose(bytes);
@@ -136,14 +177,7 @@ __device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, cons
                            const Shared<kExtra>& shared) {
     if (cast.out_t) write_transposed(cast, corner, shared);
     shared.findings.flush(cast);
-    if constexpr (has_sums(kExtra)) {
-        const int64_t column = corner.left + threadIdx.x;
-        if (column_sums.out && threadIdx.x < kTile && column < cast.columns && corner.top < cast.rows) {
-            float sum = 0;
-            for (int group = 0; group < kLanes; ++group) sum = __fadd_rn(sum, shared.sums[group][threadIdx.x]);
-            column_sums.partial[corner.top / kTile * cast.columns + column] = sum;
-        }
-    }
+    if constexpr (has_sums(kExtra)) write_sums(column_sums, shared.sums, corner, cast.rows, cast.columns);
     if (index == 0 && threadIdx.x == 0 && cast.scale_inv) *cast.scale_inv = __frcp_rn(*cast.scale);
 }
 
@@ -153,10 +187,12 @@ struct Mixed {
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
                                 Shared<kExtra>& shared) {
         with_cast(cast, [&]<typename T, Format kFormat>() {
+            const Place place = place_in(corner);
+            MatrixSource<T> source(cast, place);
             if (cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out)) {
-                read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
+                read_tile<T, kFormat, true>(source, cast, column_sums, place, shared);
             } else {
-                read_tile<T, kFormat, false>(cast, column_sums, corner, shared);
+                read_tile<T, kFormat, false>(source, cast, column_sums, place, shared);
             }
         });
     }
@@ -166,7 +202,9 @@ struct Uniform {
     template <Extra kExtra>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
                                 Shared<kExtra>& shared) {
-        read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
+        const Place place = place_in(corner);
+        MatrixSource<T> source(cast, place);
+        read_tile<T, kFormat, true>(source, cast, column_sums, place, shared);
     }
 };
 

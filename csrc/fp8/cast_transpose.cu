@@ -92,40 +92,6 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     if (threadIdx.x == 0 && atomicAdd(&state[1], 1u) == gridDim.x - 1) state[0] = state[1] = 0;
 }
 
-// Column sums from those of tiles.
-// Grid: blocks of 256 threads, one for each column.
-// Bytes: 4 read for each of tiles_in(M) x N partial sums; the sums written, and read, too, where they add up.
-// Determinism: the sums of tiles are added in their order.
-template <typename T>
-__global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, int64_t columns, int64_t tiles,
-                                                bool accumulate, const Flag noop) {
-    const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-    if (is_set(noop) || column >= columns) return;
-    constexpr int kBatch = 16;  // so that few reads wait for others
-    float sum = 0;
-    for (int64_t first = 0; first < tiles; first += kBatch) {
-        float batch[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) batch[b] = first + b < tiles ? partial[(first + b) * columns + column] : 0;
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) sum = __fadd_rn(sum, batch[b]);
-    }
-    const T rounded = narrow<T>(sum);
-    out[column] = accumulate ? narrow<T>(__fadd_rn(widen(out[column]), widen(rounded))) : rounded;
-}
-
-cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
-    const auto blocks = static_cast<unsigned>((cast.columns + kThreads - 1) / kThreads);
-    const auto launch = [&]<typename T>(T* out) {
-        fp8_cast_transpose_dbias_kernel<<<blocks, kThreads, 0, stream>>>(sums.partial, out, cast.columns,
-                                                                         tiles_in(cast.rows), sums.accumulate, noop);
-    };
-    if (blocks > 0 && sums.dtype == DType::kFloat32) launch(static_cast<float*>(sums.out));
-    if (blocks > 0 && sums.dtype == DType::kFloat16) launch(static_cast<__half*>(sums.out));
-    if (blocks > 0 && sums.dtype == DType::kBFloat16) launch(static_cast<__nv_bfloat16*>(sums.out));
-    return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
@@ -140,7 +106,7 @@ cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, cons
         with_kind<false>(kind_of(cast), launch);
     }
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    return sums.out ? finish_sums(cast, sums, noop, stream) : cudaSuccess;
+    return launch_column_sums({sums}, cast.rows, cast.columns, noop, stream);
 }
 
 cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, cudaStream_t stream) {

@@ -37,7 +37,20 @@ __device__ void with_input(DType dtype, const Function& function) {
     }
 }
 
-// The same with the format, as operator()<T, kFormat>().
+// The same on the host.
+template <typename Function>
+void with_dtype(DType dtype, const Function& function) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return function.template operator()<__half>();
+        case DType::kBFloat16:
+            return function.template operator()<__nv_bfloat16>();
+        default:
+            return function.template operator()<float>();
+    }
+}
+
+// with_input() with the format, as operator()<T, kFormat>().
 template <typename Function>
 __device__ void with_cast(const Cast& cast, const Function& function) {
     with_input(cast.dtype, [&]<typename T>() {
@@ -66,6 +79,16 @@ __device__ Vector<T, 8> load_eight(const T* input, int64_t end) {
         for (int k = 0; k < 8; ++k) eight.values[k] = k < end ? input[k] : narrow<T>(0.0f);
     }
     return eight;
+}
+
+// out: at a 16-byte boundary.
+template <typename T>
+__device__ void store_eight(T* out, const Vector<T, 8>& eight) {
+    constexpr int kParts = sizeof(eight) / 16;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        reinterpret_cast<uint4*>(out)[part] = reinterpret_cast<const uint4*>(&eight)[part];
+    }
 }
 
 // Byte k of eight.

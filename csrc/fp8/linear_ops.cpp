@@ -24,21 +24,6 @@ namespace {
 constexpr const char* kLinearForward = "fp8_linear_forward";
 constexpr const char* kLinearBackward = "fp8_linear_backward";
 
-// x: [..., N] -> [M, N], contiguous.
-at::Tensor as_matrix(const at::Tensor& x) {
-    if (x.dim() == 2 && x.is_contiguous()) return x;
-    const int64_t columns = x.size(-1);
-    return x.reshape({columns == 0 ? 0 : x.numel() / columns, columns}).contiguous();
-}
-
-// shape, with `size` as its last one.
-template <typename Size>
-std::vector<Size> with_last(c10::ArrayRef<Size> shape, Size size) {
-    std::vector<Size> result = shape.vec();
-    result.back() = size;
-    return result;
-}
-
 void check_weight(const char* op, const char* argument, const at::Tensor& weight,  // [O, I]
                   const at::Tensor& weight_scale_inv,                              // [] or [1]
                   const at::Tensor& x,                                             // [..., inner]
@@ -88,18 +73,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
 }
 
-// Where the gradient of a parameter goes, of dtype and shape; nothing: a result.
-void check_grad_out(const char* argument, const MaybeTensor& out,  // [...]
-                    bool is_asked_for, bool accumulate, at::ScalarType dtype, at::IntArrayRef shape,
-                    at::Device device) {
-    TORCH_CHECK_VALUE(out || !accumulate, kLinearBackward, ": expected ", argument,
-                      ", to which to accumulate, got none");
-    if (!out) return;
-    TORCH_CHECK_VALUE(is_asked_for, kLinearBackward, ": expected no ", argument, ", as output_mask asks for none");
-    check_dtype(kLinearBackward, argument, *out, dtype);
-    check_buffer(kLinearBackward, argument, *out, shape, device);
-}
-
 // Results are the gradients of x [..., I], of the weight, [O, I], or [I, O] if inputs_first, and of the bias [O], those
 // that output_mask asks for, but not what goes into grad_weight_out or grad_bias_out.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
@@ -138,10 +111,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     }
     std::array<int64_t, 2> weight_sizes{grad.size(-1), needs_weight ? x_t->size(0) : 0};
     if (inputs_first) std::swap(weight_sizes[0], weight_sizes[1]);
-    check_grad_out("grad_weight", grad_weight_out, needs_weight, accumulate_weight, weight_dtype, weight_sizes,
-                   grad.device());
-    check_grad_out("grad_bias", grad_bias_out, needs_bias, accumulate_bias, grad.scalar_type(), {grad.size(-1)},
-                   grad.device());
+    check_grad_out(kLinearBackward, "grad_weight", grad_weight_out, needs_weight, accumulate_weight, weight_dtype,
+                   weight_sizes, grad.device());
+    check_grad_out(kLinearBackward, "grad_bias", grad_bias_out, needs_bias, accumulate_bias, grad.scalar_type(),
+                   {grad.size(-1)}, grad.device());
     check_apart(kLinearBackward, {{"grad", grad, false},
                                   {"scale", scale, false},
                                   {"amax", amax, true},

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "common/resident_blocks.cuh"
+#include "fp8/current_scale.cuh"
 #include "fp8/element.cuh"
-#include "fp8/scale.h"
 
 namespace te_graph::fp8 {
 namespace {
@@ -67,10 +67,9 @@ __global__ void __launch_bounds__(kColumns* kDepth)
 
 // Current scaling.
 // Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 2048 elements; the last one
-// through computes the scale. NaNs are passed on: as unsigned numbers their bits are above those of infinity.
+// through computes the scale.
 // Bytes per element: the input read once. Determinism: the maximum of bits, in any order.
 __global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const CurrentScale work) {
-    __shared__ unsigned largest[kWarps];
     constexpr int kBatch = 4;
     unsigned amax = 0;
     with_input(work.dtype, [&]<typename T>() {
@@ -92,22 +91,11 @@ __global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const Curre
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                for (int k = 0; k < 8; ++k) amax = max(amax, __float_as_uint(fabsf(widen(batch[b].values[k]))));
+                for (int k = 0; k < 8; ++k) amax = max(amax, amax_bits(batch[b].values[k]));
             }
         }
     });
-    amax = __reduce_max_sync(0xFFFFFFFFu, amax);
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = amax;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int warp = 1; warp < kWarps; ++warp) amax = max(amax, largest[warp]);
-    atomicMax(&work.state[0], amax);
-    __threadfence();
-    if (atomicAdd(&work.state[1], 1u) != gridDim.x - 1) return;
-    __threadfence();
-    const unsigned bits = atomicMax(&work.state[0], 0u);
-    *work.amax = __uint_as_float(bits > 0x7F800000u ? 0x7FC00000u : bits);
-    *work.scale = scale_of(*work.amax, work.rule);
+    finish_current_scale(work, amax);
 }
 
 // Scales of amaxes that are given.
