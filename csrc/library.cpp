@@ -83,6 +83,28 @@ TORCH_LIBRARY(te_graph, m) {
     def("fp8_cast_transpose_out(Tensor(a!) out, Tensor(b!) out_t, Tensor x, Tensor scale, *, "
         "Tensor(c!)? scale_inv=None, Tensor(d!)? amax=None, Tensor(e!)? dbias=None, Tensor(f!)? counts=None, "
         "Tensor? noop=None) -> ()");
+    // Casts of what an activation ("gelu", "gelu_tanh", "relu", "silu") makes of x [M, N], or, gated, of its first half,
+    // times the second one [M, 2 N]; and of the gradient of x where that of the result is grad [M, N], with its column
+    // sums. scale: None for current scaling. Rows of transposed copies end in zeros up to a multiple of 16; without one
+    // that result is [0], as sums are that go into grad_bias, of x's columns and dtype.
+    def("fp8_activation_cast_transpose(Tensor x, str activation, ScalarType dtype, *, bool gated=False, "
+        "Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor)");
+    def("fp8_activation_backward_cast_transpose(Tensor grad, Tensor x, str activation, ScalarType dtype, *, "
+        "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_bias=True, "
+        "Tensor(b!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor, Tensor)");
+    // Casts of y = norm(s), s = x + residual [M, N], with s, or [0] without a residual, and the statistics of its rows,
+    // mean, or [0] of RMS norm, and rstd [M]. weight, bias [N], of x's dtype or fp32; zero_centered: 1 + weight.
+    def("fp8_layer_norm_cast_transpose(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, "
+        "ScalarType dtype, *, bool rms_norm=False, bool zero_centered=False, Tensor? scale=None, "
+        "Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    // The gradient of s, of those of y and, or none, of s itself; with a dtype its casts, too. output_mask: the
+    // gradients of weight and bias, the column sums of that of s.
+    def("fp8_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor sum, Tensor weight, Tensor? mean, Tensor rstd, "
+        "*, bool zero_centered=False, ScalarType? dtype=None, Tensor? scale=None, Tensor(a!)? amax=None, "
+        "bool with_transposed=True, bool[3] output_mask=[True, True, False], Tensor(b!)? grad_weight=None, "
+        "bool accumulate_weight=False, Tensor(c!)? grad_bias=None, bool accumulate_bias=False, "
+        "Tensor(d!)? column_sums=None, bool accumulate_sums=False) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     // And back: x FP8; dtype, out: fp32, fp16 or bf16; scale_inv: [] or [1], fp32.
     def("fp8_dequantize(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor");
     def("fp8_dequantize_out(Tensor(a!) out, Tensor x, Tensor scale_inv) -> ()");

@@ -55,6 +55,20 @@ SCHEMAS = (
     "Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, ScalarType weight_dtype, "
     "bool[3] output_mask, *, Tensor(b!)? grad_weight=None, bool accumulate_weight=False, Tensor(c!)? grad_bias=None, "
     "bool accumulate_bias=False, bool inputs_first=False) -> (Tensor, Tensor, Tensor)",
+    "fp8_activation_cast_transpose(Tensor x, str activation, ScalarType dtype, *, bool gated=False, "
+    "Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor)",
+    "fp8_activation_backward_cast_transpose(Tensor grad, Tensor x, str activation, ScalarType dtype, *, "
+    "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_bias=True, "
+    "Tensor(b!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "fp8_layer_norm_cast_transpose(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, "
+    "ScalarType dtype, *, bool rms_norm=False, bool zero_centered=False, Tensor? scale=None, "
+    "Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fp8_layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor sum, Tensor weight, Tensor? mean, Tensor rstd, *, "
+    "bool zero_centered=False, ScalarType? dtype=None, Tensor? scale=None, Tensor(a!)? amax=None, "
+    "bool with_transposed=True, bool[3] output_mask=[True, True, False], Tensor(b!)? grad_weight=None, "
+    "bool accumulate_weight=False, Tensor(c!)? grad_bias=None, bool accumulate_bias=False, "
+    "Tensor(d!)? column_sums=None, bool accumulate_sums=False) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()",
     "step_state_advance_(Tensor(a!) state) -> ()",
 )

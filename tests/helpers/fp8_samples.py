@@ -97,6 +97,58 @@ def gemm_samples(device: str) -> dict[str, Arguments]:
     }
 
 
+def made_samples(device: str) -> dict[str, Arguments]:
+    """Calls of ops that cast what they make: 6 rows of 16 columns, gated ones of 32."""
+    x, grad, wide = (numbers(shape, torch.bfloat16, device) for shape in ((6, 16), (6, 16), (6, 32)))
+    one, amax = torch.tensor([0.5], device=device), torch.zeros(1, device=device)
+    weight, bias = torch.ones(16, device=device), torch.zeros(16, device=device)
+    mean, rstd = torch.zeros(6, device=device), torch.ones(6, device=device)
+    forward, backward = ops.fp8_activation_cast_transpose.default, ops.fp8_activation_backward_cast_transpose.default
+    norm, norm_backward = ops.fp8_layer_norm_cast_transpose.default, ops.fp8_layer_norm_backward.default
+    into = {f"accumulate_{name}": True for name in ("weight", "bias", "sums")}
+    into |= {"grad_weight": weight.clone(), "grad_bias": bias.clone(), "column_sums": torch.ones_like(x[0])}
+    return {
+        "activation": (forward, (x, "gelu", E4M3), {}),
+        "activation with all": (
+            forward,
+            (wide, "silu", E5M2),
+            {"gated": True, "scale": one, "amax": amax, "with_transposed": False},
+        ),
+        "activation, backward": (backward, (grad, x, "gelu_tanh", E5M2), {}),
+        "activation, backward with all": (
+            backward,
+            (grad, wide, "relu", E5M2),
+            {
+                "gated": True,
+                "scale": one,
+                "amax": amax.clone(),
+                "with_transposed": False,
+                "grad_bias": torch.ones_like(wide[0]),
+                "accumulate_bias": True,
+            },
+        ),
+        "activation, backward without bias": (backward, (grad, x, "relu", E5M2), {"with_bias": False}),
+        "layer norm": (norm, (x, None, weight, bias, 1e-5, E4M3), {}),
+        "layer norm with all": (
+            norm,
+            (x, grad, weight.bfloat16(), None, 0.0, E5M2),
+            {"rms_norm": True, "zero_centered": True, "scale": one, "amax": amax.clone(), "with_transposed": False},
+        ),
+        "layer norm, backward": (norm_backward, (grad, None, x, weight, mean, rstd), {}),
+        "layer norm, backward with all": (
+            norm_backward,
+            (grad, grad.clone(), x, weight, None, rstd),
+            {"zero_centered": True, "dtype": E5M2, "scale": one, "amax": amax.clone(), **into}
+            | {"output_mask": [True, True, True]},
+        ),
+        "layer norm, backward with current scaling": (
+            norm_backward,
+            (grad, None, x, weight, mean, rstd),
+            {"dtype": E5M2, "with_transposed": False, "output_mask": [False, False, True]},
+        ),
+    }
+
+
 def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
     """The calls, one of them on the table of ``prepared``, which must live as long as they."""
     x, wide = some_weights(device)
@@ -153,6 +205,7 @@ def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
         "scale": (ops.fp8_scale.default, (history[0, 1::3], E4M3), {"margin": 1.0, "eps": 0.1, "power_of_2": True}),
         "scale, transposed": (ops.fp8_scale.default, (history.t(), E4M3), {}),
         **gemm_samples(device),
+        **made_samples(device),
         "state, set": (ops.step_state_set_.default, (state, False, True), {}),
         "state, advance": (ops.step_state_advance_.default, (state.clone(),), {}),
     }

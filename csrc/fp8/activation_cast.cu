@@ -1,0 +1,66 @@
+// Activations, their derivatives, and casts of both.
+#include <algorithm>
+
+#include "fp8/activation_source.cuh"
+#include "fp8/current_scale.cuh"
+
+namespace te_graph::fp8 {
+namespace {
+
+// Grid: one block of 256 threads for a tile of 128 x 128 elements of what is made (cast_tile.cuh).
+// Bytes per element made, of b bytes: for y, b read (gated 2 b); for the gradient of x, 2 b read (gated 2.5 b, which the
+// tiles of gate and up read once each, the second time from L2); 1 written, and 1 for the transposed copy.
+// Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
+template <typename T, Format kFormat, typename Source>
+__global__ void __launch_bounds__(kThreads, 2)
+    fp8_activation_cast_kernel(const Activated work, const Cast cast, const ColumnSums sums) {
+    __shared__ Shared<Source::kExtra> shared;
+    const auto index = static_cast<int>(blockIdx.x);
+    const Corner corner(cast, index);
+    const Place place = place_in(corner);
+    Source source(work, place);
+    read_tile<T, kFormat, true>(source, cast, sums, place, shared);
+    __syncthreads();
+    write_tile(cast, sums, corner, index, shared);
+}
+
+// Calls function.operator()<T, Source>() with where elements come from.
+template <typename Function>
+void with_source(const Activated& work, const Function& function) {
+    const auto of_dtype = [&]<typename T>() {
+        if (work.is_backward && work.is_gated) {
+            function.template operator()<T, ActivationBackwardSource<T, true>>();
+        } else if (work.is_backward) {
+            function.template operator()<T, ActivationBackwardSource<T, false>>();
+        } else if (work.is_gated) {
+            function.template operator()<T, ActivationSource<T, true>>();
+        } else {
+            function.template operator()<T, ActivationSource<T, false>>();
+        }
+    };
+    with_dtype(work.dtype, of_dtype);
+}
+
+}  // namespace
+
+cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, const ColumnSums& sums,
+                                   cudaStream_t stream) {
+    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    with_source(work, [&]<typename T, typename Source>() {
+        with_format(cast.format, [&]<Format kFormat>() {
+            fp8_activation_cast_kernel<T, kFormat, Source><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
+        });
+    });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    return launch_column_sums({sums}, cast.rows, cast.columns, {}, stream);
+}
+
+cudaError_t launch_activation_current_scale(const Activated& work, const CurrentScale& scale, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    with_source(work, [&]<typename T, typename Source>() {
+        error = launch_current_scale_of<Source>(work, work.rows, columns_made(work), scale, stream);
+    });
+    return error;
+}
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,108 @@
+// Elements of activations and of their derivatives, made where they are cast.
+#pragma once
+
+#include "fp8/activation_cast.h"
+#include "fp8/cast_tile.cuh"
+
+namespace te_graph::fp8 {
+
+template <typename T>
+__device__ T activated(Activation activation, T x) {
+    return narrow<T>(activated(activation, widen(x)));
+}
+template <typename T>
+__device__ T activation_backward(Activation activation, T dy, T x) {
+    return narrow<T>(activation_backward(activation, widen(dy), widen(x)));
+}
+template <typename T>
+__device__ T product(T a, T b) {
+    return narrow<T>(__fmul_rn(widen(a), widen(b)));
+}
+
+// Eights of y, from `place` on.
+template <typename T, bool kGated>
+struct ActivationSource {
+    static constexpr int kLoads = kGated ? 2 : 1;
+    static constexpr Extra kExtra = Extra::kNone;
+    struct Loaded {
+        Vector<T, 8> gate;
+        Vector<T, 8> up[kGated ? 1 : 0];
+    };
+
+    const T* gate;
+    int64_t columns;
+    Activation activation;
+    __device__ ActivationSource(const Activated& work, const Place& place)
+        : gate(static_cast<const T*>(work.x) + place.row * (kGated ? 2 : 1) * work.columns + place.column),
+          columns(work.columns),
+          activation(work.activation) {}
+
+    template <bool kAligned>
+    __device__ Loaded load(int i, int64_t end) const {
+        Loaded loaded;
+        const T* const first = gate + i * (kGated ? 2 : 1) * columns;
+        loaded.gate = load_eight<kAligned>(first, end);
+        if constexpr (kGated) loaded.up[0] = load_eight<kAligned>(first + columns, end);
+        return loaded;
+    }
+    __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
+        Vector<T, 8> y;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            y.values[k] = activated(activation, loaded.gate.values[k]);
+            if constexpr (kGated) y.values[k] = product(y.values[k], loaded.up[0].values[k]);
+        }
+        return y;
+    }
+};
+
+// Eights of the gradient of x, from `place` on.
+template <typename T, bool kGated>
+struct ActivationBackwardSource {
+    static constexpr int kLoads = kGated ? 3 : 2;
+    static constexpr Extra kExtra = Extra::kSums;
+    struct Loaded {
+        Vector<T, 8> dy, gate;
+        Vector<T, 8> up[kGated ? 1 : 0];
+    };
+
+    bool is_of_up;  // else of the gate
+    const T *dy, *gate;
+    int64_t columns;
+    Activation activation;
+    __device__ ActivationBackwardSource(const Activated& work, const Place& place)
+        : is_of_up(kGated && place.column >= work.columns), columns(work.columns), activation(work.activation) {
+        const int64_t beside = place.column - (is_of_up ? columns : 0);
+        dy = static_cast<const T*>(work.grad) + place.row * columns + beside;
+        gate = static_cast<const T*>(work.x) + place.row * (kGated ? 2 : 1) * columns + beside;
+    }
+
+    template <bool kAligned>
+    __device__ Loaded load(int i, int64_t end) const {
+        Loaded loaded;
+        const T* const first = gate + i * (kGated ? 2 : 1) * columns;
+        loaded.dy = load_eight<kAligned>(dy + i * columns, end);
+        loaded.gate = load_eight<kAligned>(first, end);
+        if constexpr (kGated) loaded.up[0] = load_eight<kAligned>(first + columns, is_of_up ? 0 : end);
+        return loaded;
+    }
+    __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
+        Vector<T, 8> dx;
+        if (is_of_up) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                dx.values[k] = product(loaded.dy.values[k], activated(activation, loaded.gate.values[k]));
+            }
+            return dx;
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            T dy = loaded.dy.values[k];
+            if constexpr (kGated) dy = product(dy, loaded.up[0].values[k]);
+            dx.values[k] = activation_backward(activation, dy, loaded.gate.values[k]);
+        }
+        return dx;
+    }
+};
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,191 @@
+// Layer norm and RMS norm, cast where they are made, and their derivatives.
+//
+// Rows are worked on by a warp each, four a block; the rest in tiles of 128 x 128 elements, a block of 256 threads each
+// (cast_tile.cuh).
+// Determinism: every element has one writer; sums have a fixed order (layer_norm.h); amax is a maximum.
+#include <algorithm>
+
+#include "fp8/current_scale.cuh"
+#include "fp8/layer_norm_source.cuh"
+
+namespace te_graph::fp8 {
+namespace {
+
+constexpr int kRows = 4;  // of a block
+
+// Sums over a row of what terms(column, sums) adds, for eight columns from `column` on. All lanes of the warp get them.
+template <int kSums, typename Terms>
+__device__ void sum_row(int64_t columns, float (&sums)[kSums], const Terms& terms) {
+#pragma unroll 4
+    for (int64_t column = threadIdx.x % kRowLanes * 8; column < columns; column += kRowLanes * 8) terms(column, sums);
+#pragma unroll
+    for (int apart = kRowLanes / 2; apart > 0; apart /= 2) {
+#pragma unroll
+        for (float& sum : sums) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, apart));
+    }
+}
+
+// Grid: blocks of four warps, each taking a row.
+// Bytes per element of b bytes: x read, and once more from the cache; with a residual that is read, too, and s written.
+template <typename T>
+__global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(const LayerNormStats work) {
+    const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kRowLanes;
+    if (row >= work.rows) return;
+    const int64_t first = row * work.columns;
+    const auto columns = static_cast<float>(work.columns);
+    const T* const x = static_cast<const T*>(work.x) + first;
+    const T* const residual = work.residual ? static_cast<const T*>(work.residual) + first : nullptr;
+    T* const sum = residual ? static_cast<T*>(work.sum) + first : nullptr;
+    // Each lane reads again what it has written itself.
+    const auto load_sum = [&](int64_t column) { return load_eight<true>((sum ? sum : x) + column, 8); };
+    if (residual) {
+        for (int64_t column = threadIdx.x % kRowLanes * 8; column < work.columns; column += kRowLanes * 8) {
+            Vector<T, 8> eight = load_eight<true>(x + column, 8);
+            const Vector<T, 8> more = load_eight<true>(residual + column, 8);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                eight.values[k] = narrow<T>(__fadd_rn(widen(eight.values[k]), widen(more.values[k])));
+            }
+            store_eight(sum + column, eight);
+        }
+    }
+    float mean[1] = {};
+    if (work.mean) {
+        sum_row(work.columns, mean, [&](int64_t column, float(&sums)[1]) {
+            const Vector<T, 8> eight = load_sum(column);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) sums[0] = __fadd_rn(sums[0], widen(eight.values[k]));
+        });
+        mean[0] = __fdiv_rn(mean[0], columns);
+    }
+    float squares[1] = {};
+    sum_row(work.columns, squares, [&](int64_t column, float(&sums)[1]) {
+        const Vector<T, 8> eight = load_sum(column);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float apart = __fsub_rn(widen(eight.values[k]), mean[0]);
+            sums[0] = __fadd_rn(sums[0], __fmul_rn(apart, apart));
+        }
+    });
+    if (threadIdx.x % kRowLanes != 0) return;
+    if (work.mean) work.mean[row] = mean[0];
+    work.rstd[row] = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(squares[0], columns), work.eps)));
+}
+
+// Grid: one block for a tile. Bytes per element of b bytes: b read, 1 written, and 1 for the transposed copy.
+template <typename T, Format kFormat>
+__global__ void __launch_bounds__(kThreads, 2) fp8_layer_norm_cast_kernel(const LayerNorm work, const Cast cast) {
+    __shared__ Shared<Extra::kNone> shared;
+    const auto index = static_cast<int>(blockIdx.x);
+    const Corner corner(cast, index);
+    const Place place = place_in(corner);
+    LayerNormSource<T> source(work, place);
+    read_tile<T, kFormat, true>(source, cast, {}, place, shared);
+    __syncthreads();
+    write_tile(cast, {}, corner, index, shared);
+}
+
+// Grid: blocks of four warps, each taking a row. Bytes per element of b bytes: 2 b read.
+template <typename T>
+__global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kernel(const LayerNormBackward work) {
+    const LayerNorm& norm = work.norm;
+    const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kRowLanes;
+    if (row >= norm.rows) return;
+    const T* const sum = static_cast<const T*>(norm.sum) + row * norm.columns;
+    const T* const grad = static_cast<const T*>(work.grad) + row * norm.columns;
+    const Row at(norm, row);
+    float sums[2] = {};
+    sum_row(norm.columns, sums, [&](int64_t column, float(&totals)[2]) {
+        const Vector<T, 8> of_sum = load_eight<true>(sum + column, 8), dy = load_eight<true>(grad + column, 8);
+        const Vector<float, 8> gain = gain_of(norm, column);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const float dn = __fmul_rn(widen(dy.values[k]), gain.values[k]);
+            totals[0] = __fadd_rn(totals[0], __fmul_rn(dn, at.normalized(of_sum.values[k])));
+            totals[1] = __fadd_rn(totals[1], dn);
+        }
+    });
+    if (threadIdx.x % kRowLanes == 0) {
+        work.row_sums[2 * row] = sums[0];
+        work.row_sums[2 * row + 1] = sums[1];
+    }
+}
+
+// Grid: one block for a tile. kCasts: ds is cast.
+// Bytes per element of b bytes: 2 b read, b written, b more for grad_sum, 1 for the cast, and 1 for its transposed copy.
+template <typename T, Format kFormat, bool kCasts>
+__global__ void __launch_bounds__(kThreads, 2)
+    fp8_layer_norm_backward_kernel(const LayerNormBackward work, const Cast cast, const ColumnSums sums) {
+    __shared__ Shared<Extra::kSums> shared;
+    __shared__ float weight_sums[kLanes][kTile], bias_sums[kLanes][kTile];
+    const auto index = static_cast<int>(blockIdx.x);
+    const Corner corner(cast, index);
+    const Place place = place_in(corner);
+    LayerNormBackwardSource<T> source(work, place);
+    if constexpr (kCasts) {
+        read_tile<T, kFormat, true>(source, cast, sums, place, shared);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const bool is_inside = place.row + i < cast.rows && place.column < cast.columns;
+            source.make(i, source.template load<true>(i, is_inside), is_inside);
+        }
+    }
+    put_sums(source.weight_sums.values, weight_sums);
+    put_sums(source.bias_sums.values, bias_sums);
+    __syncthreads();
+    if constexpr (kCasts) write_tile(cast, sums, corner, index, shared);
+    write_sums(work.weight_sums, weight_sums, corner, cast.rows, cast.columns);
+    write_sums(work.bias_sums, bias_sums, corner, cast.rows, cast.columns);
+}
+
+unsigned blocks_of_rows(int64_t rows) { return static_cast<unsigned>((rows + kRows - 1) / kRows); }
+
+}  // namespace
+
+cudaError_t launch_layer_norm_stats(const LayerNormStats& work, cudaStream_t stream) {
+    if (work.rows == 0) return cudaSuccess;
+    with_dtype(work.dtype, [&]<typename T>() {
+        fp8_layer_norm_stats_kernel<T><<<blocks_of_rows(work.rows), kRows * kRowLanes, 0, stream>>>(work);
+    });
+    return cudaGetLastError();
+}
+
+cudaError_t launch_layer_norm_cast(const LayerNorm& work, const Cast& cast, cudaStream_t stream) {
+    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    with_dtype(work.dtype, [&]<typename T>() {
+        with_format(cast.format, [&]<Format kFormat>() {
+            fp8_layer_norm_cast_kernel<T, kFormat><<<tiles, kThreads, 0, stream>>>(work, cast);
+        });
+    });
+    return cudaGetLastError();
+}
+
+cudaError_t launch_layer_norm_current_scale(const LayerNorm& work, const CurrentScale& scale, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    with_dtype(work.dtype, [&]<typename T>() {
+        error = launch_current_scale_of<LayerNormSource<T>>(work, work.rows, work.columns, scale, stream);
+    });
+    return error;
+}
+
+cudaError_t launch_layer_norm_backward(const LayerNormBackward& work, const Cast& cast, const ColumnSums& sums,
+                                       cudaStream_t stream) {
+    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    with_dtype(work.norm.dtype, [&]<typename T>() {
+        if (cast.rows > 0) {
+            fp8_layer_norm_row_sums_kernel<T><<<blocks_of_rows(cast.rows), kRows * kRowLanes, 0, stream>>>(work);
+        }
+        if (!work.is_cast) {
+            fp8_layer_norm_backward_kernel<T, Format::kE4M3, false><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
+            return;
+        }
+        with_format(cast.format, [&]<Format kFormat>() {
+            fp8_layer_norm_backward_kernel<T, kFormat, true><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
+        });
+    });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    return launch_column_sums({sums, work.weight_sums, work.bias_sums}, cast.rows, cast.columns, {}, stream);
+}
+
+}  // namespace te_graph::fp8
