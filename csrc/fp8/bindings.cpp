@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "fp8/data_writes.h"
+#include "fp8/fused_products.h"
 #include "fp8/gemm.h"
 #include "fp8/linear_products.h"
 #include "fp8/region.h"
@@ -108,6 +109,18 @@ void bind(py::module_& m) {
         .def("fast_call", &LinearProducts::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &LinearProducts::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("records_amax"), py::arg("scale"), unlocked);
+    using MaybeTensor = std::optional<at::Tensor>;
+    py::class_<CastAlone>(m, "CastAlone").def(py::init<>());
+    py::class_<FusedNorm>(m, "FusedNorm")
+        .def(py::init<at::Tensor, MaybeTensor, double, bool, bool>(), py::arg("weight"), py::arg("bias"),
+             py::arg("eps"), py::arg("rms_norm"), py::arg("zero_centered"));
+    py::class_<FusedActivation>(m, "FusedActivation")
+        .def(py::init<std::string, bool>(), py::arg("name"), py::arg("gated"));
+    py::class_<FusedStage>(m, "FusedStage")
+        .def(py::init<Producer, std::shared_ptr<LinearProducts>, at::Tensor, MaybeTensor, MaybeTensor>(),
+             py::arg("producer"), py::arg("products"), py::arg("weight"), py::arg("bias"), py::arg("scale"));
+    m.def("fused_products", &fused_products, py::arg("x"), py::arg("residual"), py::arg("stages"), py::arg("dtype"),
+          py::arg("records_amax"), unlocked);
     py::class_<WeightMark>(m, "WeightMark")
         .def(py::init<>())
         .def(py::init<const at::Tensor&>(), py::arg("weight"))

@@ -140,6 +140,28 @@ void LinearProducts::wait_for_cast() const {
     if (done != nullptr) done->wait();
 }
 
+void LinearProducts::begin_call(const Call& call) {
+    note_thread();
+    HostSteps* const steps = call.steps.get();
+    if (steps != nullptr) add_weight_step(*steps, call.weight, call.records_amax);
+    if (call.records_amax && steps != nullptr) {
+        steps->add(Direction::kForward, std::make_shared<TrainingStep>(shared_from_this()));
+    } else if (call.records_amax) {
+        trains_ = true;
+    }
+    wait_for_cast();
+    if (call.records_amax && !call.scale) input_column_.begin_cast(steps, Direction::kForward);
+    if (!call.records_amax && steps != nullptr && input_column_.table != nullptr) {
+        CapturedColumns& columns = CapturedColumns::in(*steps, Direction::kForward, input_column_.table);
+        columns.note_read(input_column_.column);
+        columns.note_read(weight_column_.column);
+    }
+}
+
+void LinearProducts::end_call(const Call& call) const {
+    if (call.records_amax) input_column_.end_cast(call.steps.get(), Direction::kForward);
+}
+
 at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                    at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale) {
     if (is_forward_mode()) {
@@ -147,21 +169,8 @@ at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight
         check_no_tangent(kLinear, "weight", weight);
         if (bias) check_no_tangent(kLinear, "bias", *bias);
     }
-    note_thread();
-    const std::shared_ptr<HostSteps> steps = HostSteps::current();
-    if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
-    if (records_amax && steps != nullptr) {
-        steps->add(Direction::kForward, std::make_shared<TrainingStep>(shared_from_this()));
-    } else if (records_amax) {
-        trains_ = true;
-    }
-    wait_for_cast();
-    if (records_amax && !scale) input_column_.begin_cast(steps.get(), Direction::kForward);
-    if (!records_amax && steps != nullptr && input_column_.table != nullptr) {
-        CapturedColumns& columns = CapturedColumns::in(*steps, Direction::kForward, input_column_.table);
-        columns.note_read(input_column_.column);
-        columns.note_read(weight_column_.column);
-    }
+    const Call call{weight, records_amax, scale, HostSteps::current()};
+    begin_call(call);
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
     if (is_followed) {
@@ -174,16 +183,15 @@ at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight
                      const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (is_followed) below.emplace();
-    auto [y, x_t, x_scale_inv] =
-        op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_column_.scale,
-                records_amax ? input_column_.amax : std::nullopt, dtype, is_followed && needs_weight);
-    if (records_amax) input_column_.end_cast(steps.get(), Direction::kForward);
+    auto [y, x_t, x_scale_inv] = op.call(x, weight_, weight_scale_inv_, bias, input_scale(call), input_amax(call),
+                                         dtype, is_followed && needs_weight);
+    end_call(call);
     if (!is_followed) return std::move(y);
-    const auto [node, owner] =
-        make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());
+    ProductBackward product(shared_from_this(), call.steps, weight.scalar_type());
+    product.save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
+                 needs_weight ? x_scale_inv : at::Tensor());
+    const auto [node, owner] = make_node<LinearBackward>(std::move(product), x.scalar_type());
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias.value_or(at::Tensor())));
-    node->save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
-               needs_weight ? x_scale_inv : at::Tensor());
     below.reset();
     torch::autograd::set_history(y, owner);
     return std::move(y);

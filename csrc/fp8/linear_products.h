@@ -26,6 +26,30 @@ public:
                    ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column,
                    at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
+    // What a call does beside its launches: of weight [O, I] or [I, O]; scale: of the input's cast [1], where it repeats
+    // one; steps: of the capture that it is in, or null.
+    struct Call {
+        const at::Tensor& weight;
+        bool records_amax;
+        const std::optional<at::Tensor>& scale;
+        std::shared_ptr<HostSteps> steps;
+    };
+    void begin_call(const Call& call);
+    void end_call(const Call& call) const;
+    // By which the input is cast, and where its amax goes.
+    std::optional<at::Tensor> input_scale(const Call& call) const {
+        return call.scale ? call.scale : input_column_.scale;
+    }
+    std::optional<at::Tensor> input_amax(const Call& call) const {
+        return call.records_amax ? input_column_.amax : std::nullopt;
+    }
+
+    // The copies that are multiplied: [O, I], [I, O], and [1] fp32.
+    const at::Tensor& weight() const { return weight_; }
+    const at::Tensor& weight_t() const { return weight_t_; }
+    const at::Tensor& weight_scale_inv() const { return weight_scale_inv_; }
+    bool inputs_first() const { return inputs_first_; }
+
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling. records_amax: that of the cast.
     std::optional<at::Tensor> begin_input_cast(bool records_amax);
@@ -88,7 +112,7 @@ public:
     }
 
 private:
-    friend class LinearBackward;
+    friend class ProductBackward;
     friend class WeightStep;
     friend class CapturedCastStep;
     // What replays do before graphs that read the cast of weight [O, I] or [I, O].
