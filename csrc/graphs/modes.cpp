@@ -5,6 +5,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
@@ -81,6 +82,10 @@ std::vector<py::object> saved_tensor_pack_hooks() {
 }
 
 bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
+
+bool looks_for_nan() {
+    return torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan();
+}
 
 bool is_observed() {
     return in_session() || observing_mode() || saved_tensor_hooks() == SavedTensorHooks::kOther || is_forward_mode() ||

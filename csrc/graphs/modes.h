@@ -37,6 +37,9 @@ SavedTensorHooks saved_tensor_hooks();
 std::vector<pybind11::object> saved_tensor_pack_hooks();
 bool has_saved_tensor_hooks();
 
+// Whether anomaly detection looks for NaN in gradients.
+bool looks_for_nan();
+
 // Whether a graphed function has to run as it is: in a session, while the current stream is captured, under one of
 // these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.
 // With the GIL.

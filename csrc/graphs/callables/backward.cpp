@@ -4,7 +4,6 @@
 #include <ATen/ops/isnan.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -14,6 +13,7 @@
 #include "graphs/callables/copy.h"
 #include "graphs/callables/replay_node.h"
 #include "graphs/hooks.h"
+#include "graphs/modes.h"
 
 namespace te_graph::graphs {
 
@@ -155,7 +155,7 @@ void GraphedCallable::note_main_grad_unused(size_t number) const {
 
 // Anomaly detection looks at what nodes return, where gradients of parameters are not.
 void GraphedCallable::check_for_nan(const PendingBackward& pending) const {
-    if (!torch::autograd::AnomalyMode::is_enabled() || !torch::autograd::AnomalyMode::should_check_nan()) return;
+    if (!looks_for_nan()) return;
     const Slot& slot = slot_of(pending);
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const bool is_computed = slot.last_update.is_repeated || slot.updates[i].action != GradientAction::kNothing;

@@ -9,6 +9,7 @@
 #include "graphs/callables/callable.h"
 #include "graphs/callables/replay_node.h"
 #include "graphs/hooks.h"
+#include "graphs/modes.h"
 
 namespace te_graph::graphs {
 
@@ -106,6 +107,8 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
                     guard_->tensor_name(spec.tensor),
                     ", which the backward accumulates itself: capture with it in autograd_params=, and leave out what "
                     "the loss does not depend on");
+        // Where NaN is looked for, it must not have been added by then: graphs add by themselves only to buffers.
+        const bool may_add = !looks_for_nan();
         const auto action =
             decide_gradient({.reached = is_reached,
                              .inputs_only = inputs_only,
@@ -113,10 +116,10 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
                              .hooked_since = !has_edge && has_gradient_hooks(parameter),
                              .frozen_since = !parameter.requires_grad(),
                              .has_main_grad = spec.main_grad >= 0,
-                             .main_grad_fits = spec.main_grad_fits,
+                             .main_grad_fits = spec.main_grad_fits && (may_add || spec.has_grad_buffer),
                              .overwrite_main_grad = spec.main_grad_reset && spec.main_grad_reset->is_pending,
                              .has_grad = grad.defined(),
-                             .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
+                             .grad_fits = grad.defined() && may_add && fits(grad, source, source.scalar_type())});
         TORCH_CHECK(action != GradientAction::kCallHooks || ReplayNode::count_gradients_of(parameter) < 2, name_,
                     ": a hook was put on ", guard_->tensor_name(spec.tensor),
                     " since the forward, and several gradients of it meet in this backward, those of other calls or "
@@ -163,7 +166,8 @@ void GraphedCallable::note_use_outside(size_t parameter) {
 // have been replaced, or its memory: only a look shows it.
 bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
     const LastUpdate& last = slot_of(pending).last_update;
-    if (!last.is_possible || !pending.autograd_parameters.empty() || has_shared_inputs(pending)) return false;
+    const bool is_plain = pending.autograd_parameters.empty() && !has_shared_inputs(pending) && !looks_for_nan();
+    if (!last.is_possible || !is_plain) return false;
     const FoundTensors& externals = *pending.externals;
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];

@@ -56,16 +56,21 @@ void sync_backward_caller(at::Device) {}
 
 ReplayOrder::~ReplayOrder() = default;
 
-void ReplayOrder::enter_forward() {
+void ReplayOrder::note_thread(std::atomic<const void*>& first) {
     static thread_local const char mark = 0;
-    const void* first = nullptr;
-    const bool is_first = first_thread_.compare_exchange_strong(first, &mark, std::memory_order_relaxed);
-    if (!is_first && first != &mark) is_of_several_threads_.store(true, std::memory_order_release);
+    const void* before = nullptr;
+    const bool is_first = first.compare_exchange_strong(before, &mark, std::memory_order_relaxed);
+    if (!is_first && before != &mark) is_of_several_threads_.store(true, std::memory_order_release);
+}
+
+void ReplayOrder::enter_forward() {
+    note_thread(first_forward_);
     enter();
 }
 
 std::unique_lock<std::mutex> ReplayOrder::enter_backward() {
     std::unique_lock lock(backward_);
+    note_thread(first_backward_);
     enter();
     return lock;
 }

@@ -32,17 +32,21 @@ public:
 
     // Input gradients live in the shared pool: any backward of the group may overwrite them.
     LentStorages& input_gradients() { return input_gradients_; }
-    // Whether forwards have come from several threads. What the backward of one of them gives, another one's must not
-    // overwrite: an operation may just read it, at an address that it has taken.
+    // Whether forwards have come from several threads, or backwards. What the backward of one of them gives, another
+    // one's must not overwrite: an operation may just read it, at an address that it has taken.
     bool is_of_several_threads() const { return is_of_several_threads_.load(std::memory_order_acquire); }
 
 private:
     struct LastReplay;
+    // Those that have come here; `first` of them.
+    void note_thread(std::atomic<const void*>& first);
+
     const at::Device device_;
     std::unique_ptr<LastReplay> last_replay_;
     LentStorages input_gradients_;
     std::mutex backward_;
-    std::atomic<const void*> first_thread_{nullptr};
+    // On a GPU all backwards come from one thread of autograd's, on the CPU from those of their callers.
+    std::atomic<const void*> first_forward_{nullptr}, first_backward_{nullptr};
     std::atomic<bool> is_of_several_threads_{false};
 };
 

@@ -251,12 +251,12 @@ class Signature(_Nest):
         sample_args, sample_kwargs = self.shape.children
         if len(args) != len(sample_args.children):
             return _C.difference_of_counts(len(sample_args.children), len(args))
-        if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
-            return f"expected keyword argument {missing[0]}, which was given at capture"
         if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):
             in_sample = f': capture with sample_kwargs={{"{extra[0]}": ...}} to give it'
             advice = ": capture with step_state= to pass it" if extra[0] == "is_first_microbatch" else in_sample
             return f"got keyword argument {extra[0]}, which was not given at capture{advice}"
+        if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
+            return f"expected keyword argument {missing[0]}, which was given at capture"
         pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(sample_args.children, args, strict=True))]
         given = zip(sample_kwargs.keys, sample_kwargs.children, strict=True)
         pairs += [(f"kwargs[{key!r}]", shape, kwargs[key]) for key, shape in given]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,8 @@ _Kind = _C.ReplayMiss.Kind
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, _Kind.DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
+# The entry that was replayed and its results, or (None, [], a reason to run eagerly).
+_Replayed = tuple[CallableEntry | None, list[Tensor], str | None]
 
 
 class Handle:
@@ -62,6 +65,7 @@ class Handle:
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self.own_forward: Callable[..., Any] | None = None
         self._group: CaptureGroup | None = None
+        self._switching = threading.Lock()
         self._grad_mode = True  # of the capture, as is the next
         self._training: bool | None = None
         self._late: LateCaptures | None = None
@@ -114,8 +118,7 @@ class Handle:
             entry = self._entry
             outputs = entry.replay(root, args, kwargs)
             if type(outputs) is not list:
-                outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
-                entry = self._entry
+                entry, outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
             if reason is None:
                 for attribute in entry.computed:
                     attribute.mark()
@@ -170,28 +173,26 @@ class Handle:
         self.arm(entry, group)
         self._late, self._is_due = None, False
 
-    def _replay_otherwise(
-        self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], str | None]:
-        """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
+    def _replay_otherwise(self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]) -> _Replayed:
+        """What happens when the entry that was replayed last does not fit.
 
         Raises:
             ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
         """
-        miss = self._replay_others(miss, root, args, kwargs)
+        entry, miss = self._replay_others(miss, root, args, kwargs)
         if type(miss) is list:
-            return miss, None
+            return entry, miss, None
         kind, options = miss.kind, self._group.options
         if kind == _Kind.CAPTURING:
             self._refuse_for_main_grads(f"{self.label}: {_CAPTURING}")
-            return [], _CAPTURING
+            return None, [], _CAPTURING
         if kind == _Kind.MODE:
-            return [], self._fall_back(miss.message)
+            return None, [], self._fall_back(miss.message)
         if options.on_mismatch == "capture" and self._is_mended_by_capture(miss):
-            outputs, reason = self._capture_again(miss, root, args, kwargs)
-            if reason is not None:
+            replayed = self._capture_again(miss, root, args, kwargs)
+            if replayed[0] is None:
                 self._entry.pass_over()
-            return outputs, reason
+            return replayed
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
@@ -201,54 +202,58 @@ class Handle:
             if kind == _Kind.CHECKPOINT:
                 raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
             raise RuntimeError(with_circumstances(self.label, miss.message, root))
-        return [], self._fall_back(miss.message)
+        return None, [], self._fall_back(miss.message)
 
     def _replay_others(
-        self, found: list[Tensor] | _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> list[Tensor] | _C.ReplayMiss:
-        """Replay one of the entries beside the current one, if that has ``found`` that it does not fit."""
+        self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[CallableEntry | None, list[Tensor] | _C.ReplayMiss]:
+        """Replay one of the entries beside the current one, if that has missed: it and its results, or what all miss.
+
+        What is current by then is not asked for: other threads may have called meanwhile.
+        """
         for entry in list(self._others):
-            if type(found) is list or found.kind not in _OTHER_ARGUMENTS:
+            if miss.kind not in _OTHER_ARGUMENTS:
                 break
             outputs = entry.replay(root, args, kwargs)
             if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
                 self._make_current(entry)
-                found = outputs
-            elif outputs.kind == _Kind.DISCERNIBLE:
-                found = outputs
-        return found
+                return (entry if type(outputs) is list else None), outputs
+            if outputs.kind == _Kind.DISCERNIBLE:
+                miss = outputs
+        return None, miss
 
     def _is_mended_by_capture(self, miss: _C.ReplayMiss) -> bool:
         lost = miss.kind == _Kind.UNLINKED and self._entry.lost_predecessor
         return lost or miss.kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)
 
-    def _capture_again(
-        self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], str | None]:
+    def _capture_again(self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]) -> _Replayed:
         """Capture what is called; where that fails, a reason to run eagerly."""
         if repeats_fp8_calls():
-            return [], self._fall_back(f"{self.label}: {REPEATS}")
+            return None, [], self._fall_back(f"{self.label}: {REPEATS}")
         if self._captures >= self._group.options.max_captures:
-            return [], self._fall_back(self._all_are_made(miss))
+            return None, [], self._fall_back(self._all_are_made(miss))
         with contextlib.ExitStack() as alone:
             try:
                 check_circumstances(self._group.device)
                 sample = sample_of(self.label, args, kwargs, self._group.device)
                 if reason := self._refusal(miss, sample, args, kwargs):
-                    return [], self._fall_back(reason)
+                    return None, [], self._fall_back(reason)
                 alone.enter_context(capture_lock())
             except Exception as error:  # of the arguments, which costs little
-                return [], self._fall_back(f"{miss.message}; {self._failure(error)}")
+                return None, [], self._fall_back(f"{miss.message}; {self._failure(error)}")
             # Meanwhile another thread may have captured it, or tried to.
-            found = self._replay_others(self._entry.replay(root, args, kwargs), root, args, kwargs)
+            entry = self._entry
+            found = entry.replay(root, args, kwargs)
+            if type(found) is not list:
+                entry, found = self._replay_others(found, root, args, kwargs)
             if type(found) is list:
-                return found, None
+                return entry, found, None
             if not self._is_mended_by_capture(found):
                 return self._replay_otherwise(found, root, args, kwargs)
             if self._captures >= self._group.options.max_captures:
-                return [], self._fall_back(self._all_are_made(found))
+                return None, [], self._fall_back(self._all_are_made(found))
             if reason := self._refusal(found, sample, args, kwargs):
-                return [], self._fall_back(reason)
+                return None, [], self._fall_back(reason)
             return self._capture_alone(found, root, sample, args, kwargs)
 
     def _all_are_made(self, miss: _C.ReplayMiss) -> str:
@@ -263,14 +268,14 @@ class Handle:
 
     def _capture_alone(
         self, miss: _C.ReplayMiss, root: Any, sample: tuple, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], str | None]:
+    ) -> _Replayed:
         """Capture while no other thread does."""
+        current = self._entry
         try:
             entry = self._capture(self._group, sample, kwargs)
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
             reason = f"{self.label}: {self._failure(error)}; tried because {self._without_label(miss.message)}"
-            return [], self._fall_back(self._refused.add(miss.message, *sample, reason))
-        current = self._entry
+            return None, [], self._fall_back(self._refused.add(miss.message, *sample, reason))
         if miss.kind not in _OTHER_ARGUMENTS:
             self._retire(current)
         self._add(entry)
@@ -279,14 +284,15 @@ class Handle:
         if miss.kind == _Kind.DISCERNIBLE and not is_result and outputs.kind in _ALWAYS_EAGER:
             self._retire(entry)  # for other calls of this kind the one that is there is as good
             self._make_current(current)
-            return [], self._fall_back(self._refused.add(miss.message, *sample, f"{miss.message}; {outputs.message}"))
+            reason = f"{miss.message}; {outputs.message}"
+            return None, [], self._fall_back(self._refused.add(miss.message, *sample, reason))
         self._captures += 1
         self._refused.clear()
         _log.info("%s: captured again: %s", self.label, miss.message)
         if is_result:
-            return outputs, None
+            return entry, outputs, None
         if outputs.kind in (*_ALWAYS_EAGER, _Kind.CHECKPOINT):  # no graph could serve this call
-            return [], self._fall_back(outputs.message)
+            return None, [], self._fall_back(outputs.message)
         raise RuntimeError(outputs.message)
 
     def _capture(
@@ -329,6 +335,11 @@ class Handle:
         self._past_replays["backward"] += entry.graphed.backward_replays
 
     def _make_current(self, entry: CallableEntry | None) -> None:
+        with self._switching:  # several threads may call
+            if entry is not self._entry:
+                self._switch_to(entry)
+
+    def _switch_to(self, entry: CallableEntry | None) -> None:
         if entry in self._others:
             self._others.remove(entry)
         if self._entry is not None and not self._entry.retired:

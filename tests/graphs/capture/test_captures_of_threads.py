@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -82,3 +83,35 @@ def test_max_captures_counts_those_of_all_threads(device: str) -> None:
     rows = iter(range(5, 5 + THREADS))
     all_at_once(lambda: gradient_of(model, torch.ones(next(rows), 6, device=device)))
     assert counts(model) == (3, 2, THREADS - 2)
+
+
+class OtherCall(logging.Handler):
+    """Calls on another thread while te_graph says that it has captured."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "captured again" in record.getMessage():
+            thread = threading.Thread(target=self._call)
+            thread.start()
+            thread.join()
+
+
+def test_results_are_those_of_the_own_call_while_another_thread_calls(device, caplog):
+    """A count of rows, which each capture has as its own constant."""
+    module = nn.Linear(6, 6).to(device)
+    call = make_graphed_callables(
+        lambda x: (module(x), len(x)), (batch(device, 2),), on_mismatch="capture", max_in_flight=2
+    )
+    others: list[Any] = []
+    handler = OtherCall(lambda: others.append(call(batch(device, 2))[1]))
+    log = logging.getLogger("te_graph")
+    with caplog.at_level(logging.INFO, "te_graph"):
+        log.addHandler(handler)
+        try:
+            rows = [(call(batch(device, count))[1], count) for count in (3, 4, 5)]
+        finally:
+            log.removeHandler(handler)
+    assert rows == [(3, 3), (4, 4), (5, 5)] and others == [2, 2, 2]

@@ -3,6 +3,7 @@
 The reference is eager execution of a copy of the same module on the same inputs.
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hazards import assert_right_when_captured_again, batch
 from sequences import called, captures, counts
+from tensor_lists import all_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot, train
@@ -263,6 +265,50 @@ def test_anomaly_detection_finds_nan_in_the_gradient_of_a_parameter(device, is_l
             module(x).sum().backward()
     module(x).sum().backward()
     assert bool(module.weight.grad.isnan().all())
+
+
+class RootOfSum(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8, device=device), nn.Linear(8, 4, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer((self.inner(x) * x.sum()).abs().sqrt())
+
+
+@pytest.mark.parametrize("with_main_grads", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_nan_that_anomaly_detection_finds_is_not_in_the_gradients(device, steps, with_main_grads):
+    """Of a training that skips such a microbatch, as in eager execution: all are added to what was there."""
+    eager = RootOfSum(device)
+    graphed_module = copy.deepcopy(eager)
+    for parameter in graphed_module.parameters() if with_main_grads else ():
+        parameter.main_grad = torch.zeros_like(parameter)
+    samples = [torch.randn(3, 4, device=device) for _ in range(steps + 1)]
+    make_graphed_callables(graphed_module, (samples[0],))
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        kept = "main_grad" if with_main_grads and module is graphed_module else "grad"
+        return [getattr(parameter, kept) for parameter in module.parameters()]
+
+    for module in (eager, graphed_module):
+        for sample in samples:
+            module(sample).sum().backward()
+        before = [grad.clone() for grad in gradients(module)]
+        with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                module(torch.zeros(3, 4, device=device)).sum().backward()
+            if module is graphed_module:  # eager execution has got as far as the gradients of `outer`
+                assert all_same_bits(gradients(module), before)
+            else:
+                assert all(bool(grad.isfinite().all()) for grad in gradients(module))
+        for grad in gradients(module):
+            grad.zero_()
+        with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module(samples[0]).sum().backward()
+    assert all_same_bits(gradients(graphed_module), gradients(eager))
 
 
 def test_anomaly_detection_finds_nan_in_a_graphed_function(device):
