@@ -29,6 +29,7 @@ bool CapturedCastStep::is_of(const at::Tensor& weight, bool records_amax) const 
 
 // weight: [O, I] or [I, O].
 void CapturedCastStep::note(const at::Tensor& weight, bool records_amax) {
+    weight_ = decltype(weight_)(weight.getIntrusivePtr());
     mark_ = WeightMark(weight);
     records_amax_ = records_amax;
 }
@@ -40,9 +41,11 @@ void CapturedCastStep::end_capture() {
 
 void CapturedCastStep::finish() {
     const auto weight = at::Tensor(weight_.lock());
-    if (!is_cast_at_end_ || !weight.defined()) return;
-    products_->note_cast(WeightMark(weight), records_amax_ || products_->weight_column_.table == nullptr,
-                         std::make_shared<CastDone>(weight.device()));
+    const bool is_cast = is_cast_at_end_ && weight.defined();
+    // Otherwise the copies are of what is gone by now, and of no weight that is called next.
+    products_->note_cast(is_cast ? WeightMark(weight) : WeightMark(),
+                         is_cast && (records_amax_ || products_->weight_column_.table == nullptr),
+                         std::make_shared<CastDone>(products_->weight().device()));
 }
 
 const void* CapturedCastStep::identity() const { return products_->captured_cast_step_identity(); }

@@ -38,7 +38,7 @@ private:
     const std::shared_ptr<LinearProducts> products_;
 };
 
-// Of casts of a weight inside a graph that writes it.
+// Of casts of a weight inside a graph that writes it, or that calls the layer with another one.
 class CapturedCastStep final : public HostStep {
 public:
     // weight: [O, I] or [I, O].
@@ -55,10 +55,11 @@ public:
 
 private:
     const std::shared_ptr<LinearProducts> products_;
-    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
+    // Of the last cast: a layer may be called with several weights.
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
     WeightMark mark_;
-    bool is_cast_at_end_ = false;  // the weight is left as it was cast last
-    bool records_amax_ = false;    // of the last cast
+    bool records_amax_ = false;
+    bool is_cast_at_end_ = false;  // the weight is left as it was cast
 };
 
 }  // namespace te_graph::fp8

@@ -176,3 +176,47 @@ def test_random_functions_are_bit_equal(device: str, recipe: Any) -> None:
         text = "t" + "".join(rng.choice("tabse") for _ in range(rng.randint(2, 6)))
         expected, found = (run_functions(text, recipe, device, is_graphed) for is_graphed in (False, True))
         assert all(map(same_bits, expected, found)), text
+
+
+@recipes
+@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.parametrize("own_inside", [None, "first", "last"])
+def test_a_graph_that_calls_a_layer_with_other_weights_leaves_no_cast_that_is_taken_for_its_own(
+    recipe, others, own_inside, device
+):
+    """Teachers evaluated by one layer, and fast weights: the next call of the layer casts its own weight again."""
+
+    def results(is_graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = tg.Linear(WIDTH, WIDTH, device=device)
+        weights = [{name: torch.randn_like(p) for name, p in layer.named_parameters()} for _ in range(others)]
+        x, found = torch.randn(16, WIDTH, device=device), []
+
+        def evaluate(x: Tensor) -> list[Tensor]:
+            calls = [lambda x, given=given: torch.func.functional_call(layer, given, (x,)) for given in weights]
+            if own_inside is not None:
+                calls.insert(0 if own_inside == "first" else len(calls), layer)
+            with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+                return [call(x).sum() for call in calls]
+
+        def train() -> None:
+            with tg.fp8_autocast(recipe=recipe):
+                loss = layer(x).sum()
+            loss.backward()
+            found.append(loss.detach().clone())
+            with torch.no_grad():
+                layer.weight -= 0.01 * layer.weight.grad
+            layer.zero_grad()
+
+        train()
+        call = tg.graphed(evaluate) if is_graphed else evaluate
+        for _ in range(4):
+            found += [one.clone() for one in call(x)]
+            with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+                found.append(layer(x).sum())
+            train()
+        assert not is_graphed or call.info()["forward_replays"] > 0
+        return found
+
+    for got, expected in zip(results(True), results(False), strict=True):
+        assert same_bits(got, expected)
