@@ -35,9 +35,13 @@ from te_graph.fp8.casts import (
 from te_graph.fp8.conversion_report import ConversionReport
 from te_graph.fp8.convert import convert_to_fp8, fp8_state_dict, load_fp8_state_dict, unconvert
 from te_graph.fp8.gemm import fp8_gemm, fp8_gemm_out, fp8_plans
+from te_graph.fp8.layer_norm_linear import LayerNormLinear
+from te_graph.fp8.layer_norm_mlp import LayerNormMLP
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Format
+from te_graph.fp8.rotary import RotaryPositionEmbedding
 from te_graph.fp8.scales import amax_and_scale_update_inplace, fp8_current_scale, fp8_scale
+from te_graph.fp8.transformer_layer import TransformerLayer
 from te_graph.fp8.weights import Fp8Weights
 from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
 from te_graph.graphs.capture.main_grads import reset_main_grads
@@ -62,11 +66,15 @@ __all__ = [
     "Format",
     "Fp8Weights",
     "KernelNode",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MultiTensorPlan",
     "PeerGroup",
     "Recorder",
+    "RotaryPositionEmbedding",
     "StepState",
+    "TransformerLayer",
     "all_gather",
     "all_gather_out",
     "all_reduce",

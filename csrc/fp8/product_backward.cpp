@@ -10,8 +10,6 @@ using torch::autograd::SavedVariable;
 
 namespace {
 
-constexpr size_t kAnywhere = 1;  // a multiple of so many bytes, where sums may go
-
 // tensor: [...] or undefined.
 MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
 

@@ -15,6 +15,9 @@
 
 namespace te_graph::fp8 {
 
+// Where sums may go: a multiple of so many bytes.
+constexpr size_t kAnywhere = 1;
+
 // Whether what looks at the results of a node is to find them there.
 bool is_looked_at(const torch::autograd::Node& node);
 

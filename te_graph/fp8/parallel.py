@@ -79,7 +79,8 @@ class Shard:
         return reduce_scatter_to_sp(y, self.group) if self.sequence_parallel else reduce_from_tp(y, self.group)
 
     def whole_bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias [out] of a row-parallel layer, whose gradient is that of the rows of all ranks."""
+        """A vector that all ranks have, as the bias [out] of a row-parallel layer: its gradient is that of the rows of
+        all ranks."""
         return copy_to_tp(bias, self.group) if bias is not None and self.sequence_parallel else bias
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:

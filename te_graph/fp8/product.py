@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,20 +47,71 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
 
 def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``product_in_fp8`` where there is more to look at than a fast call does; bias [out] is contiguous."""
+    call = prepare_call(module, x, weight)
+    if call is None:
+        return None
+    with call.noting():
+        call.cast_weight(weight)
+        return call.member.products.forward(x, weight, bias, call.dtype, call.records_amax, call.scale())
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """How a module is about to be called in FP8.
+
+    Attributes:
+        member: what it computes with.
+        dtype: of the result.
+        records_amax: for delayed scaling.
+        first: the call that a checkpoint repeats by this one.
+        noted_by: checkpoints in which this is the first one.
+    """
+
+    module: FP8Module
+    member: Member
+    dtype: torch.dtype
+    records_amax: bool
+    first: FirstCall | None = None
+    noted_by: Checkpoints | None = None
+
+    def noting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the casts and the call."""
+        return contextlib.nullcontext() if self.first is None else self.first.noting()
+
+    def cast_weight(self, weight: Tensor) -> None:
+        """Cast ``weight``, [out, in] or [in, out], if it has changed."""
+        # Others may have computed with the layer since a first call, such as a teacher with weights of its own.
+        is_left = self.first is not None and _C.HostSteps.is_noting()
+        if not (self.member.products.is_cast(weight, self.records_amax) or is_left):
+            self.member.scope.cast_weights(self.member, self.records_amax)
+
+    def scale(self) -> Tensor | None:
+        """The scale of the input's cast [1], where a checkpoint repeats it or will; just before the call."""
+        if self.first is not None:
+            return self.first.scale
+        if self.noted_by is None:
+            return None
+        scale = self.member.products.begin_input_cast(self.records_amax)
+        self.noted_by.note(self.module, FirstCall(self.member, scale, self.dtype))
+        return scale
+
+
+def prepare_call(module: FP8Module, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> PreparedCall | None:
+    """How ``module`` is called for x [..., in], with its weight, [out, in] or [in, out]; None: not in FP8.
+
+    Args:
+        module: gets what it needs.
+        x: its input; where ``dtype`` is given, that of the products before it.
+        weight: read once, as a property may draw another one each time.
+        dtype: of the result, where that is known.
+    """
     if weight.is_meta:  # shapes are those of the plain layer, and there are no values to scale
         excuse_region()
         return None
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
         checkpoints.note(module, first)
-        member = first.member
-        if member is None:
-            return None
-        with first.noting():
-            # Others may have computed with the layer in between, such as a teacher with weights of its own.
-            if not (member.products.is_cast(weight, False) or _C.HostSteps.is_noting()):
-                member.scope.cast_weights(member, records_amax=False)
-            return member.products.forward(x, weight, bias, first.dtype, False, first.scale)
+        return None if first.member is None else PreparedCall(module, first.member, first.dtype, False, first)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
         checkpoints.note(module, FirstCall())
@@ -71,19 +126,14 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
     if not region.enabled:
         _calibrate(member, x, weight)
         return None
-    _check_features(module, x, weight)
+    if dtype is None:
+        _check_features(module, x, weight)
+        dtype = _dtype_of_result(x, weight)
     member.products.set_fast_region(region.number)  # for calls that are like this one
-    dtype = _dtype_of_result(x, weight)
-    is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the amax
-    if is_captured:
+    if _C.HostSteps.is_noting():  # then each replay sees to the cast before, and records the amax
         note_captured_fp8_call()
-    if not member.products.is_cast(weight, is_training):
-        member.scope.cast_weights(member, is_training)
-    scale = None
-    if checkpoints is not None and checkpoints.noting:
-        scale = member.products.begin_input_cast(is_training)
-        checkpoints.note(module, FirstCall(member, scale, dtype))
-    return member.products.forward(x, weight, bias, dtype, is_training, scale)
+    noted_by = checkpoints if checkpoints is not None and checkpoints.noting else None
+    return PreparedCall(module, member, dtype, is_training, noted_by=noted_by)
 
 
 def _check_features(module: FP8Module, x: Tensor, weight: Tensor) -> None:

@@ -102,16 +102,20 @@ class Checkpoints:
         for checkpoint in self.noting:
             _notes_of(checkpoint).calls[id(layer)].append(call)
 
-    def recall(self, layer: Any) -> FirstCall | None:
-        """How ``layer`` was called the first time, if that is what it is called for now, again."""
+    def expected(self, layer: Any) -> FirstCall | None:
+        """How ``layer`` was called the first time, if that is what it is called for next, again."""
         if self._repeating is None:
             return None
-        notes, key = _notes_of(self._repeating), (self._pass, id(layer))
-        calls, position = notes.calls.get(id(layer), []), notes.positions[key]
-        if position >= len(calls):
-            return None
-        notes.positions[key] = position + 1
-        return calls[position]
+        notes = _notes_of(self._repeating)
+        calls, position = notes.calls.get(id(layer), []), notes.positions[self._pass, id(layer)]
+        return calls[position] if position < len(calls) else None
+
+    def recall(self, layer: Any) -> FirstCall | None:
+        """The same, as it is called now."""
+        first = self.expected(layer)
+        if first is not None:
+            _notes_of(self._repeating).positions[self._pass, id(layer)] += 1
+        return first
 
 
 def may_be_checkpointed() -> bool:
