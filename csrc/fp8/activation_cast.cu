@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     __shared__ Shared<Source::kExtra> shared;
     const auto index = static_cast<int>(blockIdx.x);
     const Corner corner(cast, index);
-    const Place place = place_in(corner);
-    Source source(work, place);
-    read_tile<T, kFormat, true>(source, cast, sums, place, shared);
+    const Position position = position_in(corner);
+    Source source(work, position);
+    read_tile<T, kFormat, true>(source, cast, sums, position, shared);
     __syncthreads();
     write_tile(cast, sums, corner, index, shared);
 }

@@ -19,7 +19,7 @@ __device__ T product(T a, T b) {
     return narrow<T>(__fmul_rn(widen(a), widen(b)));
 }
 
-// Eights of y, from `place` on.
+// Eights of y, from `position` on.
 template <typename T, bool kGated>
 struct ActivationSource {
     static constexpr int kLoads = kGated ? 2 : 1;
@@ -32,8 +32,8 @@ struct ActivationSource {
     const T* gate;
     int64_t columns;
     Activation activation;
-    __device__ ActivationSource(const Activated& work, const Place& place)
-        : gate(static_cast<const T*>(work.x) + place.row * (kGated ? 2 : 1) * work.columns + place.column),
+    __device__ ActivationSource(const Activated& work, const Position& position)
+        : gate(static_cast<const T*>(work.x) + position.row * (kGated ? 2 : 1) * work.columns + position.column),
           columns(work.columns),
           activation(work.activation) {}
 
@@ -56,7 +56,7 @@ struct ActivationSource {
     }
 };
 
-// Eights of the gradient of x, from `place` on.
+// Eights of the gradient of x, from `position` on.
 template <typename T, bool kGated>
 struct ActivationBackwardSource {
     static constexpr int kLoads = kGated ? 3 : 2;
@@ -70,11 +70,11 @@ struct ActivationBackwardSource {
     const T *dy, *gate;
     int64_t columns;
     Activation activation;
-    __device__ ActivationBackwardSource(const Activated& work, const Place& place)
-        : is_of_up(kGated && place.column >= work.columns), columns(work.columns), activation(work.activation) {
-        const int64_t beside = place.column - (is_of_up ? columns : 0);
-        dy = static_cast<const T*>(work.grad) + place.row * columns + beside;
-        gate = static_cast<const T*>(work.x) + place.row * (kGated ? 2 : 1) * columns + beside;
+    __device__ ActivationBackwardSource(const Activated& work, const Position& position)
+        : is_of_up(kGated && position.column >= work.columns), columns(work.columns), activation(work.activation) {
+        const int64_t beside = position.column - (is_of_up ? columns : 0);
+        dy = static_cast<const T*>(work.grad) + position.row * columns + beside;
+        gate = static_cast<const T*>(work.x) + position.row * (kGated ? 2 : 1) * columns + beside;
     }
 
     template <bool kAligned>

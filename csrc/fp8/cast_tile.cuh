@@ -58,11 +58,11 @@ __device__ inline void transpose(uint2 (&rows)[8]) {
     }
 }
 
-struct Place {
+struct Position {
     int64_t row, column;
 };
 // Of the first element of a thread's 8 x 8.
-__device__ inline Place place_in(const Corner& corner) {
+__device__ inline Position position_in(const Corner& corner) {
     return {corner.top + threadIdx.x / kLanes * 8, corner.left + threadIdx.x % kLanes * 8};
 }
 
@@ -75,8 +75,9 @@ struct MatrixSource {
 
     const T* first;
     int64_t stride;
-    __device__ MatrixSource(const Cast& cast, const Place& place)
-        : first(static_cast<const T*>(cast.input) + place.row * cast.columns + place.column), stride(cast.columns) {}
+    __device__ MatrixSource(const Cast& cast, const Position& position)
+        : first(static_cast<const T*>(cast.input) + position.row * cast.columns + position.column),
+          stride(cast.columns) {}
 
     // Those of row i of the eight; zeros from `end` on.
     template <bool kAligned>
@@ -104,10 +105,10 @@ __device__ inline void write_sums(const ColumnSums& sums, const float (&shared)[
 // Reads a tile of what `source` has, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are
 // aligned, and within the matrix or behind it.
 template <typename T, Format kFormat, bool kAligned, Extra kExtra, typename Source>
-__device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& column_sums, const Place& place,
+__device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& column_sums, const Position& position,
                           Shared<kExtra>& shared) {
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-    const auto [row, column] = place;
+    const auto [row, column] = position;
     uint8_t* const out = cast.out + row * cast.columns + column;
     const int64_t columns = cast.columns - column;
     const float scale = *cast.scale;
@@ -187,12 +188,12 @@ struct Mixed {
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
                                 Shared<kExtra>& shared) {
         with_cast(cast, [&]<typename T, Format kFormat>() {
-            const Place place = place_in(corner);
-            MatrixSource<T> source(cast, place);
+            const Position position = position_in(corner);
+            MatrixSource<T> source(cast, position);
             if (cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out)) {
-                read_tile<T, kFormat, true>(source, cast, column_sums, place, shared);
+                read_tile<T, kFormat, true>(source, cast, column_sums, position, shared);
             } else {
-                read_tile<T, kFormat, false>(source, cast, column_sums, place, shared);
+                read_tile<T, kFormat, false>(source, cast, column_sums, position, shared);
             }
         });
     }
@@ -202,9 +203,9 @@ struct Uniform {
     template <Extra kExtra>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
                                 Shared<kExtra>& shared) {
-        const Place place = place_in(corner);
-        MatrixSource<T> source(cast, place);
-        read_tile<T, kFormat, true>(source, cast, column_sums, place, shared);
+        const Position position = position_in(corner);
+        MatrixSource<T> source(cast, position);
+        read_tile<T, kFormat, true>(source, cast, column_sums, position, shared);
     }
 };
 

@@ -36,9 +36,9 @@ __device__ inline void finish_current_scale(const CurrentScale& work, unsigned a
 // Of what a source makes (cast_tile.cuh).
 // Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 256 eights.
 // Bytes: what the source reads. Determinism: the maximum of bits, in any order.
-template <typename Source, typename Work>
+template <typename Source, typename Arguments>
 __global__ void __launch_bounds__(kThreads)
-    fp8_current_scale_of_source_kernel(const Work work, int64_t rows, int64_t columns, const CurrentScale scale) {
+    fp8_current_scale_of_source_kernel(const Arguments work, int64_t rows, int64_t columns, const CurrentScale scale) {
     const int64_t across = columns / 8, eights = rows * across;
     unsigned amax = 0;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < eights; i += int64_t{gridDim.x} * kThreads) {
@@ -50,13 +50,13 @@ __global__ void __launch_bounds__(kThreads)
     finish_current_scale(scale, amax);
 }
 
-template <typename Source, typename Work>
-cudaError_t launch_current_scale_of(const Work& work, int64_t rows, int64_t columns, const CurrentScale& scale,
+template <typename Source, typename Arguments>
+cudaError_t launch_current_scale_of(const Arguments& work, int64_t rows, int64_t columns, const CurrentScale& scale,
                                     cudaStream_t stream) {
     const cudaError_t error = cudaMemsetAsync(scale.state, 0, 2 * sizeof(uint32_t), stream);
     if (error != cudaSuccess) return error;
     const int64_t needed = std::max<int64_t>(1, (rows * columns / 8 + kThreads - 1) / kThreads);
-    const auto kernel = fp8_current_scale_of_source_kernel<Source, Work>;
+    const auto kernel = fp8_current_scale_of_source_kernel<Source, Arguments>;
     const auto blocks = static_cast<unsigned>(resident_blocks(kernel, kThreads, needed));
     kernel<<<blocks, kThreads, 0, stream>>>(work, rows, columns, scale);
     return cudaGetLastError();

@@ -28,8 +28,8 @@ struct FusedBackward::CastGrad {
 };
 
 // What one backward works with: of a stage whose product is asked for anything.
-struct FusedBackward::Work {
-    ProductBackward::Run run;
+struct FusedBackward::StageRun {
+    ProductBackward::Run product;
     bool needs_input = false, needs_weight = false, needs_bias = false;
     std::vector<at::Tensor> saved;  // of the producer
 };
@@ -57,48 +57,49 @@ bool FusedBackward::is_asked(size_t i) const {
            needs_input(i);
 }
 
-FusedBackward::Work FusedBackward::begin(size_t i) {
+FusedBackward::StageRun FusedBackward::begin(size_t i) {
     Stage& stage = stages_[i];
-    Work work{.run = stage.product.begin(),
-              .needs_input = needs_input(i),
-              .needs_weight = task_should_compute_output(stage.weight_edge()),
-              .needs_bias = task_should_compute_output(stage.bias_edge()),
-              .saved = {}};
+    StageRun run{.product = stage.product.begin(),
+                 .needs_input = needs_input(i),
+                 .needs_weight = task_should_compute_output(stage.weight_edge()),
+                 .needs_bias = task_should_compute_output(stage.bias_edge()),
+                 .saved = {}};
     for (const SavedVariable& saved : stage.saved) {
-        work.saved.push_back(work.needs_input ? saved.unpack(getptr()) : at::Tensor());
+        run.saved.push_back(run.needs_input ? saved.unpack(getptr()) : at::Tensor());
     }
-    return work;
+    return run;
 }
 
 // grad: [...].
-void FusedBackward::find_memory(size_t i, Work& work, const at::Tensor& grad) const {
+void FusedBackward::find_memory(size_t i, StageRun& run, const at::Tensor& grad) const {
     if (at::GradMode::is_enabled() || is_looked_at(*this)) return;
     const Stage& stage = stages_[i];
-    stage.product.find_memory(work.run, grad, work.needs_weight ? &next_edge(stage.weight_edge()) : nullptr,
-                              work.needs_bias ? &next_edge(stage.bias_edge()) : nullptr);
+    stage.product.find_memory(run.product, grad, run.needs_weight ? &next_edge(stage.weight_edge()) : nullptr,
+                              run.needs_bias ? &next_edge(stage.bias_edge()) : nullptr);
 }
 
-// grad: [M, O], of the result of the last product -> [M, I], of its input.
-at::Tensor FusedBackward::last_product(Work& work, const at::Tensor& grad, variable_list& results) {
+// grad: [M, O], of the result of the last product; results: [...] each -> [M, I], of its input.
+at::Tensor FusedBackward::last_product(StageRun& run, const at::Tensor& grad, variable_list& results) {
     static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
         const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
         const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType, std::array<bool, 3>,
         const MaybeTensor&, bool, const MaybeTensor&, bool, bool)>("te_graph::fp8_linear_backward");
     Stage& stage = stages_.back();
     const ProductBackward& product = stage.product;
-    find_memory(stages_.size() - 1, work, grad);
-    auto [below, grad_weight, grad_bias] = op.call(
-        grad, work.run.weight_t, product.products().weight_scale_inv(), work.run.x_t, work.run.x_scale_inv,
-        product.column().scale, product.column().amax, product.grad_dtype(), stage.input_dtype, work.run.weight_dtype,
-        {work.needs_input, work.needs_weight, work.needs_bias}, work.run.weight_memory(), work.run.accumulates_weight(),
-        work.run.bias_memory(), work.run.accumulates_bias(), product.products().inputs_first());
+    find_memory(stages_.size() - 1, run, grad);
+    auto [below, grad_weight, grad_bias] =
+        op.call(grad, run.product.weight_t, product.products().weight_scale_inv(), run.product.x_t,
+                run.product.x_scale_inv, product.column().scale, product.column().amax, product.grad_dtype(),
+                stage.input_dtype, run.product.weight_dtype, {run.needs_input, run.needs_weight, run.needs_bias},
+                run.product.weight_memory(), run.product.accumulates_weight(), run.product.bias_memory(),
+                run.product.accumulates_bias(), product.products().inputs_first());
     std::tie(results[stage.weight_edge()], results[stage.bias_edge()]) =
-        stage.product.end(work.run, std::move(grad_weight), std::move(grad_bias));
+        stage.product.end(run.product, std::move(grad_weight), std::move(grad_bias));
     return below;
 }
 
-// -> [M, I], of its input.
-at::Tensor FusedBackward::product(size_t i, Work& work, const CastGrad& grad, variable_list& results) {
+// results: [...] each -> [M, I], of its input.
+at::Tensor FusedBackward::product(size_t i, StageRun& run, const CastGrad& grad, variable_list& results) {
     static const auto gemm =
         own_op<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType,
                           const MaybeTensor&, bool)>("te_graph::fp8_gemm");
@@ -108,43 +109,46 @@ at::Tensor FusedBackward::product(size_t i, Work& work, const CastGrad& grad, va
     Stage& stage = stages_[i];
     const LinearProducts& products = stage.product.products();
     at::Tensor below, grad_weight;
-    if (work.needs_input) {
-        below = gemm.call(grad.data, *work.run.weight_t, grad.scale_inv, products.weight_scale_inv(), stage.input_dtype,
-                          std::nullopt, false);
+    if (run.needs_input) {
+        below = gemm.call(grad.data, *run.product.weight_t, grad.scale_inv, products.weight_scale_inv(),
+                          stage.input_dtype, std::nullopt, false);
     }
-    if (work.needs_weight) {
+    if (run.needs_weight) {
         const bool swapped = products.inputs_first();
-        const at::Tensor &a = swapped ? *work.run.x_t : grad.transposed, &b = swapped ? grad.transposed : *work.run.x_t;
-        const at::Tensor& a_scale_inv = swapped ? *work.run.x_scale_inv : grad.scale_inv;
-        const at::Tensor& b_scale_inv = swapped ? grad.scale_inv : *work.run.x_scale_inv;
-        if (const MaybeTensor memory = work.run.weight_memory()) {
-            gemm_out.call(*memory, a, b, a_scale_inv, b_scale_inv, std::nullopt, false, work.run.accumulates_weight());
+        const at::Tensor &a = swapped ? *run.product.x_t : grad.transposed,
+                         &b = swapped ? grad.transposed : *run.product.x_t;
+        const at::Tensor& a_scale_inv = swapped ? *run.product.x_scale_inv : grad.scale_inv;
+        const at::Tensor& b_scale_inv = swapped ? grad.scale_inv : *run.product.x_scale_inv;
+        if (const MaybeTensor memory = run.product.weight_memory()) {
+            gemm_out.call(*memory, a, b, a_scale_inv, b_scale_inv, std::nullopt, false,
+                          run.product.accumulates_weight());
         } else {
-            grad_weight = gemm.call(a, b, a_scale_inv, b_scale_inv, work.run.weight_dtype, std::nullopt, false);
+            grad_weight = gemm.call(a, b, a_scale_inv, b_scale_inv, run.product.weight_dtype, std::nullopt, false);
         }
     }
     std::tie(results[stage.weight_edge()], results[stage.bias_edge()]) =
-        stage.product.end(work.run, std::move(grad_weight), grad.sums);
+        stage.product.end(run.product, std::move(grad_weight), grad.sums);
     return below;
 }
 
-// below: [M, I], of the result of the activation of stage i -> for the product of the stage before, whose work is given.
-FusedBackward::CastGrad FusedBackward::activation(size_t i, const Work& work, Work& before, const at::Tensor& below) {
+// below: [M, I], of the result of the activation of stage i -> what the product before gets.
+FusedBackward::CastGrad FusedBackward::activation(size_t i, const StageRun& run, StageRun& before,
+                                                  const at::Tensor& below) {
     static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
         const at::Tensor&, const at::Tensor&, c10::string_view, at::ScalarType, bool, const MaybeTensor&,
         const MaybeTensor&, bool, bool, const MaybeTensor&, bool)>("te_graph::fp8_activation_backward_cast_transpose");
     const ProductBackward& product = stages_[i - 1].product;
     find_memory(i - 1, before, below);
     const auto [data, transposed, scale_inv, sums] =
-        op.call(below, work.saved[kInput], stages_[i].activation->name, product.grad_dtype(),
+        op.call(below, run.saved[kInput], stages_[i].activation->name, product.grad_dtype(),
                 stages_[i].activation->gated, product.column().scale, product.column().amax, before.needs_weight,
-                before.needs_bias, before.run.bias_memory(), before.run.accumulates_bias());
-    return {data, transposed, scale_inv, before.needs_bias && !before.run.bias ? sums : at::Tensor()};
+                before.needs_bias, before.product.bias_memory(), before.product.accumulates_bias());
+    return {data, transposed, scale_inv, before.needs_bias && !before.product.bias ? sums : at::Tensor()};
 }
 
-// below: [M, I], of the result of the norm of stage i; grad_sum: [M, I], of s, or none; before: the work of the product
-// before, or null -> what that gets.
-FusedBackward::CastGrad FusedBackward::norm(size_t i, const Work& work, Work* before, const at::Tensor& below,
+// below: [M, I], of the result of the norm of stage i; grad_sum: [M, I], of s, or none; before: of the product
+// before, or null; results: [...] each -> what that gets.
+FusedBackward::CastGrad FusedBackward::norm(size_t i, const StageRun& run, StageRun* before, const at::Tensor& below,
                                             const MaybeTensor& grad_sum, variable_list& results) {
     static const auto op =
         own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
@@ -154,7 +158,7 @@ FusedBackward::CastGrad FusedBackward::norm(size_t i, const Work& work, Work* be
             "te_graph::fp8_layer_norm_backward");
     const Stage& stage = stages_[i];
     const size_t edges[] = {stage.first_edge, stage.first_edge + 1};
-    const at::Tensor& weight = work.saved[kWeight];
+    const at::Tensor& weight = run.saved[kWeight];
     std::optional<ParameterGrad> memory[2];
     bool is_asked_for[2];
     const bool may_add = !at::GradMode::is_enabled() && !is_looked_at(*this);
@@ -169,13 +173,13 @@ FusedBackward::CastGrad FusedBackward::norm(size_t i, const Work& work, Work* be
     if (before != nullptr) find_memory(i - 1, *before, below);
     const ProductBackward* const product = before != nullptr ? &stages_[i - 1].product : nullptr;
     auto [grad_x, data, transposed, scale_inv, grad_weight, grad_bias, sums] = op.call(
-        below, grad_sum, as_matrix(work.saved[kSum]), weight, if_defined(work.saved[kMean]), work.saved[kRstd],
+        below, grad_sum, as_matrix(run.saved[kSum]), weight, if_defined(run.saved[kMean]), run.saved[kRstd],
         stage.norm->zero_centered, product ? std::optional(product->grad_dtype()) : std::nullopt,
         product ? product->column().scale : std::nullopt, product ? product->column().amax : std::nullopt,
         before != nullptr && before->needs_weight,
         {is_asked_for[0], is_asked_for[1], before != nullptr && before->needs_bias}, place_of(0), accumulates(0),
-        place_of(1), accumulates(1), before != nullptr ? before->run.bias_memory() : std::nullopt,
-        before != nullptr && before->run.accumulates_bias());
+        place_of(1), accumulates(1), before != nullptr ? before->product.bias_memory() : std::nullopt,
+        before != nullptr && before->product.accumulates_bias());
     const at::Tensor of_parameters[] = {grad_weight, grad_bias};
     for (int which = 0; which < 2; ++which) {
         if (!is_asked_for[which]) continue;
@@ -184,32 +188,33 @@ FusedBackward::CastGrad FusedBackward::norm(size_t i, const Work& work, Work* be
     if (!residual_sizes_.empty()) results[kResidual] = grad_x.view(residual_sizes_);
     if (i == 0) results[kX] = grad_x;
     return {data, transposed, scale_inv,
-            before != nullptr && before->needs_bias && !before->run.bias ? sums : at::Tensor()};
+            before != nullptr && before->needs_bias && !before->product.bias ? sums : at::Tensor()};
 }
 
 variable_list FusedBackward::apply(variable_list&& gradients) {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!is_released_, torch::autograd::ERR_BACKWARD_TWICE);
-    variable_list results(num_outputs());
+    variable_list results;
+    results.resize(num_outputs());
     const MaybeTensor grad_sum =
         gradients.size() > 1 && gradients[1].defined() ? MaybeTensor(as_matrix(gradients[1])) : std::nullopt;
     if (!gradients[0].defined() && !grad_sum) return results;
     at::Tensor grad = gradients[0].defined() ? gradients[0] : input_metadata(0).zeros_like();
     // As in LinearBackward: gradients of gradients raise.
     if (at::GradMode::is_enabled() && !grad.requires_grad()) grad = grad.detach().requires_grad_();
-    std::vector<Work> work(stages_.size());
+    std::vector<StageRun> runs(stages_.size());
     size_t first = stages_.size() - 1;
-    for (size_t i = stages_.size(); i-- > 0 && (i + 1 == stages_.size() || is_asked(i)); first = i) work[i] = begin(i);
+    for (size_t i = stages_.size(); i-- > 0 && (i + 1 == stages_.size() || is_asked(i)); first = i) runs[i] = begin(i);
     std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
     if (!at::GradMode::is_enabled()) below_autograd.emplace();
 
-    at::Tensor below = last_product(work.back(), as_matrix(grad), results);
+    at::Tensor below = last_product(runs.back(), as_matrix(grad), results);
     for (size_t i = stages_.size() - 1; i > first; --i) {
-        const CastGrad cast = stages_[i].norm ? norm(i, work[i], &work[i - 1], below, grad_sum, results)
-                                              : activation(i, work[i], work[i - 1], below);
-        below = product(i - 1, work[i - 1], cast, results);
+        const CastGrad cast = stages_[i].norm ? norm(i, runs[i], &runs[i - 1], below, grad_sum, results)
+                                              : activation(i, runs[i], runs[i - 1], below);
+        below = product(i - 1, runs[i - 1], cast, results);
     }
-    if (below.defined() && stages_[first].norm) norm(first, work[first], nullptr, below, grad_sum, results);
+    if (below.defined() && stages_[first].norm) norm(first, runs[first], nullptr, below, grad_sum, results);
     if (below.defined() && first == 0 && !stages_[0].norm) results[kX] = below;
     if (results[kX].defined()) results[kX] = results[kX].view(x_sizes_);
     return results;

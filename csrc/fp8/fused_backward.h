@@ -43,18 +43,24 @@ public:
     std::string name() const override { return "te_graph::FusedBackward"; }
 
 private:
-    struct Work;
+    struct StageRun;
     struct CastGrad;
     // Whether a gradient is asked for that the input of stage i is needed for, or anything of its product.
     bool needs_input(size_t i) const;
     bool is_asked(size_t i) const;
-    Work begin(size_t i);
-    void find_memory(size_t i, Work& work, const at::Tensor& grad) const;
-    // The parts of a backward: each puts the gradients of its parameters into `results`.
-    at::Tensor last_product(Work& work, const at::Tensor& grad, torch::autograd::variable_list& results);
-    at::Tensor product(size_t i, Work& work, const CastGrad& grad, torch::autograd::variable_list& results);
-    CastGrad activation(size_t i, const Work& work, Work& before, const at::Tensor& below);
-    CastGrad norm(size_t i, const Work& work, Work* before, const at::Tensor& below,
+    StageRun begin(size_t i);
+    // grad: [...], what the ops read.
+    void find_memory(size_t i, StageRun& run, const at::Tensor& grad) const;
+    // The parts of a backward: each puts the gradients of its parameters into `results`, [...] each.
+    // grad: [M, O], of the result of the last product; results: [...] -> [M, I], of its input.
+    at::Tensor last_product(StageRun& run, const at::Tensor& grad, torch::autograd::variable_list& results);
+    // results: [...] -> [M, I], of the input of a product before.
+    at::Tensor product(size_t i, StageRun& run, const CastGrad& grad, torch::autograd::variable_list& results);
+    // below: [M, I], of the result of the activation of stage i -> what the product before gets.
+    CastGrad activation(size_t i, const StageRun& run, StageRun& before, const at::Tensor& below);
+    // below: [M, I], of the result of the norm of stage i; grad_sum: [M, I], of s, or none; before: of the product
+    // before, or null; results: [...] -> what that gets.
+    CastGrad norm(size_t i, const StageRun& run, StageRun* before, const at::Tensor& below,
                   const std::optional<at::Tensor>& grad_sum, torch::autograd::variable_list& results);
 
     std::vector<Stage> stages_;

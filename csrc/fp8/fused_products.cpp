@@ -21,6 +21,7 @@ constexpr const char* kFused = "te_graph (fused FP8 layers)";
 
 using FusedStageBackward = FusedBackward::Stage;
 
+// tensor: [...].
 bool requires_grad(const MaybeTensor& tensor) { return tensor && tensor->requires_grad(); }
 
 // All that gradients are for, in the order of FusedBackward's results; undefined where there is none.
@@ -46,7 +47,7 @@ struct Produced {
     std::vector<at::Tensor> kept;  // the norm's weight [I], mean [M] or undefined, and rstd [M]
 };
 
-// input, residual: [M, I].
+// input, residual: [M, I]; scale, amax: [1].
 Produced produce(const FusedNorm& norm, const at::Tensor& input, const MaybeTensor& residual, at::ScalarType dtype,
                  const MaybeTensor& scale, const MaybeTensor& amax, bool with_transposed) {
     static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
@@ -60,7 +61,7 @@ Produced produce(const FusedNorm& norm, const at::Tensor& input, const MaybeTens
             {norm.weight, norm.rms_norm ? at::Tensor() : mean, rstd}};
 }
 
-// input: [M, I], or gated [M, 2 I].
+// input: [M, I], or gated [M, 2 I]; scale, amax: [1].
 Produced produce(const FusedActivation& activation, const at::Tensor& input, at::ScalarType dtype,
                  const MaybeTensor& scale, const MaybeTensor& amax, bool with_transposed) {
     static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor>(

@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kThreads, 2) fp8_layer_norm_cast_kernel(const 
     __shared__ Shared<Extra::kNone> shared;
     const auto index = static_cast<int>(blockIdx.x);
     const Corner corner(cast, index);
-    const Place place = place_in(corner);
-    LayerNormSource<T> source(work, place);
-    read_tile<T, kFormat, true>(source, cast, {}, place, shared);
+    const Position position = position_in(corner);
+    LayerNormSource<T> source(work, position);
+    read_tile<T, kFormat, true>(source, cast, {}, position, shared);
     __syncthreads();
     write_tile(cast, {}, corner, index, shared);
 }
@@ -120,14 +120,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     __shared__ float weight_sums[kLanes][kTile], bias_sums[kLanes][kTile];
     const auto index = static_cast<int>(blockIdx.x);
     const Corner corner(cast, index);
-    const Place place = place_in(corner);
-    LayerNormBackwardSource<T> source(work, place);
+    const Position position = position_in(corner);
+    LayerNormBackwardSource<T> source(work, position);
     if constexpr (kCasts) {
-        read_tile<T, kFormat, true>(source, cast, sums, place, shared);
+        read_tile<T, kFormat, true>(source, cast, sums, position, shared);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const bool is_inside = place.row + i < cast.rows && place.column < cast.columns;
+            const bool is_inside = position.row + i < cast.rows && position.column < cast.columns;
             source.make(i, source.template load<true>(i, is_inside), is_inside);
         }
     }

@@ -56,6 +56,7 @@ void check_like(const char* op, const char* argument, const MaybeTensor& tensor,
 
 // tensor: [...].
 const void* address_of(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+// tensor: [...].
 MaybeTensor aligned(const MaybeTensor& tensor) {
     return tensor ? MaybeTensor(aligned_for_eights(*tensor)) : std::nullopt;
 }
@@ -120,7 +121,7 @@ struct SumsOut {
     at::Tensor result;
     Sums sums;
 };
-// out: [N], of `dtype`.
+// out: [N], of `dtype`; x: [M, N].
 SumsOut sums_out(const char* argument, bool is_asked_for, const MaybeTensor& out, bool accumulate, const at::Tensor& x,
                  at::ScalarType dtype) {
     check_grad_out(kLayerNormBackward, argument, out, is_asked_for, accumulate, dtype, {x.size(1)}, x.device());

@@ -38,7 +38,7 @@ struct Row {
     }
 };
 
-// Eights of y, from `place` on.
+// Eights of y, from `position` on.
 template <typename T>
 struct LayerNormSource {
     using Loaded = Vector<T, 8>;
@@ -48,11 +48,13 @@ struct LayerNormSource {
     const T* sum;
     int64_t row;
     Vector<float, 8> gain{}, bias{};
-    __device__ LayerNormSource(const LayerNorm& work, const Place& place)
-        : work(work), sum(static_cast<const T*>(work.sum) + place.row * work.columns + place.column), row(place.row) {
-        if (place.column >= work.columns) return;
-        gain = gain_of(work, place.column);
-        if (work.bias) bias = eight_of(work.bias, work.weight_dtype, place.column);
+    __device__ LayerNormSource(const LayerNorm& work, const Position& position)
+        : work(work),
+          sum(static_cast<const T*>(work.sum) + position.row * work.columns + position.column),
+          row(position.row) {
+        if (position.column >= work.columns) return;
+        gain = gain_of(work, position.column);
+        if (work.bias) bias = eight_of(work.bias, work.weight_dtype, position.column);
     }
 
     template <bool kAligned>
@@ -83,9 +85,9 @@ struct LayerNormBackwardSource {
     const LayerNormBackward& work;
     int64_t first, row;  // of the matrices' elements; of their rows
     Vector<float, 8> gain{}, weight_sums{}, bias_sums{};
-    __device__ LayerNormBackwardSource(const LayerNormBackward& work, const Place& place)
-        : work(work), first(place.row * work.norm.columns + place.column), row(place.row) {
-        if (place.column < work.norm.columns) gain = gain_of(work.norm, place.column);
+    __device__ LayerNormBackwardSource(const LayerNormBackward& work, const Position& position)
+        : work(work), first(position.row * work.norm.columns + position.column), row(position.row) {
+        if (position.column < work.norm.columns) gain = gain_of(work.norm, position.column);
     }
 
     template <bool kAligned>

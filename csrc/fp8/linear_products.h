@@ -36,18 +36,19 @@ public:
     };
     void begin_call(const Call& call);
     void end_call(const Call& call) const;
-    // By which the input is cast, and where its amax goes.
+    // By which the input is cast, and where its amax goes: [1] each.
     std::optional<at::Tensor> input_scale(const Call& call) const {
         return call.scale ? call.scale : input_column_.scale;
     }
+    // [1].
     std::optional<at::Tensor> input_amax(const Call& call) const {
         return call.records_amax ? input_column_.amax : std::nullopt;
     }
 
-    // The copies that are multiplied: [O, I], [I, O], and [1] fp32.
-    const at::Tensor& weight() const { return weight_; }
-    const at::Tensor& weight_t() const { return weight_t_; }
-    const at::Tensor& weight_scale_inv() const { return weight_scale_inv_; }
+    // The copies that are multiplied.
+    const at::Tensor& weight() const { return weight_; }                      // [O, I]
+    const at::Tensor& weight_t() const { return weight_t_; }                  // [I, O]
+    const at::Tensor& weight_scale_inv() const { return weight_scale_inv_; }  // [1] fp32
     bool inputs_first() const { return inputs_first_; }
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under

@@ -61,7 +61,7 @@ struct Made {
 // column_sums: [N], written, or added to, fp32 or of the dtype of what is made, or undefined.
 Operand cast_made(const char* op, const Made& made, const Scaling& scaling, bool with_transposed,
                   const at::Tensor& column_sums = {}, bool accumulate_sums = false);
-// The same of x [M, N] fp32, fp16 or bf16, contiguous.
+// The same of x [M, N] fp32, fp16 or bf16, contiguous; column_sums [N].
 Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling, bool with_transposed,
                      const at::Tensor& column_sums = {}, bool accumulate_sums = false);
 // Shapes alone: of casts of what is made of x [M, ...], [M, columns], [columns, padded(M)], or [0], and [1].

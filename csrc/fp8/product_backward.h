@@ -43,11 +43,12 @@ public:
         MaybeTensor weight_t, x_t, x_scale_inv;     // as saved
         std::optional<ParameterGrad> weight, bias;  // nothing: a result
         at::ScalarType weight_dtype;                // of the weight's gradient
-        // Where the gradients of the parameters go by themselves, [O, I] or [I, O], and [O].
-        MaybeTensor weight_memory() const { return memory_of(weight); }
-        MaybeTensor bias_memory() const { return memory_of(bias); }
+        // Where the gradients of the parameters go by themselves.
+        MaybeTensor weight_memory() const { return memory_of(weight); }  // [O, I] or [I, O]
+        MaybeTensor bias_memory() const { return memory_of(bias); }      // [O]
         bool accumulates_weight() const { return weight && weight->accumulate; }
         bool accumulates_bias() const { return bias && bias->accumulate; }
+        // [...].
         static MaybeTensor memory_of(const std::optional<ParameterGrad>& grad) {
             return grad ? MaybeTensor(grad->memory) : std::nullopt;
         }

@@ -48,6 +48,13 @@ class Block(nn.Module):
         if "lora" in self.traits:
             self.first, self.second = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, WIDTH, bias=False)
             nn.init.zeros_(self.second.weight)
+        if "mlp" in self.traits:
+            self.mlp = tg.LayerNormMLP(WIDTH, 48, activation="swiglu", normalization="RMSNorm", bias=False)
+        if "residual" in self.traits:
+            self.fused = tg.LayerNormLinear(WIDTH, WIDTH)
+        if "layer" in self.traits:
+            self.layer = tg.TransformerLayer(WIDTH, 48, 2, hidden_dropout=0.0, attention_dropout=0.0)
+            self.layer.layernorm_mlp.fc1.weight.requires_grad_("frozen" not in self.traits)
 
     def inner(self, x: Tensor) -> Tensor:  # [n, WIDTH] -> [n, WIDTH]
         y = self.up(x)
@@ -60,6 +67,13 @@ class Block(nn.Module):
                 again = self.up(x)
             y = y + 0.1 * again
         y = self.down(F.gelu(y))
+        if "mlp" in self.traits:
+            y = y + self.mlp(y)
+        if "residual" in self.traits:
+            given, total = self.fused(y, x)
+            y = given + 0.5 * total
+        if "layer" in self.traits:
+            y = self.layer(y[:, None])[:, 0]
         if "outside" in self.traits:
             with tg.fp8_autocast(enabled=False):
                 y = y + 0.1 * self.down(y)

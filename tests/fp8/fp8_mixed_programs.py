@@ -18,6 +18,7 @@ from fp8_mixed_world import EVENTS, Event, World
 TRAITS = (
     *("", "", "conv", "tied", "frozen", "lora", "twice", "unrecorded", "no_bias", "outside"),
     *("conv twice", "frozen conv", "tied twice", "conv unrecorded"),
+    *("mlp", "residual", "layer", "mlp residual", "frozen layer", "layer twice"),
 )
 CHECKPOINTS = ("", "", "", "recompute", "recompute recompute")
 REENTRANT = ("reentrant", "reentrant recompute", "recompute reentrant", "reentrant reentrant")
