@@ -147,6 +147,24 @@ def tells_of_writes(func: torch._ops.OpOverload) -> bool:
     return func._schema.is_mutable or func.namespace == "c10d"
 
 
+def call_below(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Call ``func`` from the ``__torch_dispatch__`` of a mode, with versions moved on as they are without the mode.
+
+    Most operators that write have a kernel for the key ``ADInplaceOrView``, which moves versions on before modes see
+    the call. Of the others, such as those that write lists (``torch._foreach_add_``), the kernel for the device writes
+    by in-place operators, which do so, and below modes that key is off for these.
+    """
+    if not (is_operator(func) and _leaves_versions_to_kernel(func)):
+        return func(*args, **kwargs)
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return func(*args, **kwargs)
+
+
+def _leaves_versions_to_kernel(func: torch._ops.OpOverload) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return func._schema.is_mutable and not has_kernel(func.name(), "ADInplaceOrView")
+
+
 def _updates_running_stats(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     name = base_name(func)
     if "batch_norm" not in name and "instance_norm" not in name:

@@ -16,6 +16,7 @@ from te_graph.common.dispatch import (
     base_name,
     belongs_to_torch,
     bypass_modes,
+    call_below,
     has_lost_history,
     has_subclass,
     is_leaf,
@@ -180,7 +181,7 @@ class TensorWatch(AsWrittenMode):
         for tensor in tensors_in((args, kwargs)):
             if is_strided(tensor) and id(tensor) not in not_ours:
                 self._see(tensor, str(func), written.get(id(tensor)))
-        result = func(*args, **kwargs)
+        result = call_below(func, args, kwargs)
         if is_operator(func) and base_name(func) == "set_":
             # The tensor got a storage that was there before; cuDNN's LSTM takes hold of its flat weights in this way.
             self._see(result, str(func), None)

@@ -18,6 +18,7 @@ from te_graph.common.capture_state import RecordingMode, is_recording
 from te_graph.common.dispatch import (
     base_name,
     bypass_modes,
+    call_below,
     has_subclass,
     is_in_backward,
     leaves,
@@ -388,7 +389,7 @@ class _CaptureMode(RecordingMode):
             reason = reason_to_refuse(func, args, kwargs) or self._recorder._reason_to_refuse(func, args, kwargs)
             self._refuse(func, reason)
             state = self._generator.state()
-        result = func(*args, **kwargs)
+        result = call_below(func, args, kwargs)
         with bypass_modes():
             self._refuse(func, reason_to_refuse_tensors(result))
             self._generator.check(str(func), state)
