@@ -278,6 +278,41 @@ def test_writes_are_restored_once_and_again(region: Callable) -> None:
         assert buffer._version == changed_version >= version
 
 
+REPEATED = {
+    "scalar": lambda: torch.randn(1).expand(4),
+    "rows": lambda: torch.randn(1, 5).expand(3, 5),
+    "columns with gaps": lambda: torch.randn(3, 8)[:, ::3].unsqueeze(-1).expand(3, 3, 2),
+    "windows": lambda: torch.randn(6).unfold(0, 3, 1),
+    "expanded windows": lambda: torch.randn(6).unfold(0, 3, 1).expand(2, 4, 3),
+    "without elements": lambda: torch.randn(1, 0).expand(3, 0),
+}
+
+
+@pytest.mark.parametrize("build", REPEATED.values(), ids=REPEATED)
+def test_writes_to_elements_that_stand_for_several_are_restored(build: Callable) -> None:
+    tensor = build()
+    before, memory = tensor.clone(), tensor.untyped_storage().tolist()
+    watch = TensorWatch()
+    with watch:
+        tensor.fill_(9.0)
+    assert tensor.numel() == 0 or not torch.equal(tensor, before)
+    watch.restore()
+    assert torch.equal(tensor, before)
+    assert tensor.untyped_storage().tolist() == memory
+
+
+def test_what_cannot_be_restored_leaves_the_others_restored() -> None:
+    first, last = torch.zeros(3), torch.zeros(3)
+    watch = TensorWatch()
+    with watch:
+        first.add_(1)
+        watch._snapshots["not to be written"] = (torch.ones(1).expand(3), torch.ones(3))
+        last.add_(1)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        watch.restore()
+    assert first.tolist() == last.tolist() == [0, 0, 0]
+
+
 def test_write_to_a_leaf_that_requires_grad_is_restored() -> None:
     weight = nn.Parameter(torch.randn(3))
     before = weight.detach().clone()

@@ -174,9 +174,8 @@ class CallableCapture:
         what is external. Both are watched, and so are others after one that changed something in Python: what they
         write outside is put back by ``undo``.
         """
-        isolation = _C.LeafIsolation(
-            list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
-        )
+        parameters = self.root.parameters() if isinstance(self.root, nn.Module) else ()
+        isolation = _C.LeafIsolation(list(parameters), with_accumulators=True)
         generators = HostRandom(self._sources, with_torch=True)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
@@ -311,8 +310,9 @@ class CallableCapture:
         self._restore(TensorWatch.restore_grads)
 
     def _restore(self, what: Callable[[TensorWatch], None]) -> None:
-        for watch in [self._watch_beside, *(watch for each in self.rounds[::-1] for watch in each.backwards)]:
-            what(watch)
+        with contextlib.ExitStack() as last_first:  # all of them, also if one fails
+            for watch in [*(watch for each in self.rounds for watch in each.watches), self._watch_beside]:
+                last_first.callback(what, watch)
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""

@@ -28,9 +28,9 @@ class WarmUpRound:
     firsts: list[FirstCallWatch] = field(default_factory=list)
 
     @property
-    def backwards(self) -> list[TensorWatch]:
-        """All watches, the last one first."""
-        return [self.last, *reversed(self.firsts)]
+    def watches(self) -> list[TensorWatch]:
+        """All of them, the last one last."""
+        return [*self.firsts, self.last]
 
     def watch_first(self, samples: Sequence[Tensor]) -> FirstCallWatch:
         """The watch for an iteration that is not the last one, with ``samples`` [...]."""

@@ -142,13 +142,16 @@ class TensorWatch(AsWrittenMode):
     def restore(self) -> None:
         """Copy back the value that each external tensor had before the region's first write to it.
 
-        Writes the external storages without touching version counters; modes see nothing. May be called again.
+        Writes the external storages without touching version counters; modes see nothing. May be called again. Where
+        one cannot be written, the others are, before the error is raised.
         """
-        # Beneath what refuses to write tensors of inference mode outside of it.
-        with bypass_modes(), torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+        with contextlib.ExitStack() as stack:
+            # Beneath what refuses to write tensors of inference mode outside of it.
+            for context in (bypass_modes(), torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView()):
+                stack.enter_context(context)
             # Backwards: where overlapping views were written one after the other, the oldest value wins.
-            for alias, value in reversed(self._snapshots.values()):
-                alias.copy_(value)
+            for alias, value in self._snapshots.values():
+                stack.callback(alias.copy_, value)
 
     def restore_grads(self) -> None:
         """Give the leaves that the region has used, or that ``keep_grads`` was given, the ``.grad`` that they had:
@@ -238,7 +241,7 @@ class TensorWatch(AsWrittenMode):
         place = place_of(tensor)
         if self._restorable and place not in self._snapshots:
             with bypass_modes(), torch.no_grad():
-                alias = tensor.detach()
+                alias = _without_repeats(tensor.detach())
                 self._snapshots[place] = (alias, alias.clone())
 
     def _add_produced(self, tree: Any) -> None:
@@ -257,6 +260,14 @@ class TensorWatch(AsWrittenMode):
         # Not the tensor itself: autograd would then hold an output together with its own node, a reference cycle.
         with bypass_modes():
             return tensor.detach()
+
+
+def _without_repeats(alias: Tensor) -> Tensor:
+    """``alias`` [...] without the elements that ``expand`` repeats: torch copies to no tensor that has them."""
+    for dim, (size, stride) in enumerate(zip(alias.shape, alias.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            alias = alias.narrow(dim, 0, 1)
+    return alias
 
 
 def leaves_below(output: Tensor) -> list[Tensor]:

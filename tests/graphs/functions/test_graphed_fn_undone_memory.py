@@ -30,3 +30,19 @@ def test_a_refused_call_leaves_no_trace(device: str, change: Callable) -> None:
             before = held.state()
             step(x)
     assert_bitwise_equal(held.state(), before)
+
+
+def test_an_expanded_tensor_is_written_by_each_call(device: str) -> None:
+    scale, calls = torch.ones(1, device=device).expand(4), torch.zeros(2, device=device)
+
+    @graphed
+    def step(value: Tensor) -> Tensor:  # []
+        calls.add_(1)
+        return scale.fill_(0.5) + value
+
+    value = torch.ones((), device=device)
+    for number in range(1, 5):
+        assert step(value).tolist() == [1.5] * 4
+        assert scale.tolist() == [0.5] * 4
+        assert calls.tolist() == [number] * 2
+    assert step.info()["forward_replays"] > 0
