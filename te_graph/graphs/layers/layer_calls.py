@@ -149,10 +149,13 @@ class LayerCalls:
             known.append((weakref.ref(tensor), version_of(tensor), call))
 
 
-def _note_gradient(orders: dict[int, tuple[int, ...]], number: int, own: tuple[int, ...] | None, grad: Tensor) -> None:
-    """Enter into ``orders`` how ``grad`` [...] of result ``number`` lies, unless in the result's ``own`` order."""
+def _note_gradient(
+    orders: dict[int, tuple[int, ...]], number: int, own: tuple[int, ...] | None, grad: Tensor | None
+) -> None:
+    """Enter into ``orders`` how ``grad`` [...] of result ``number`` lies, unless in the result's ``own`` order, or
+    autograd has none for it (an autograd Function gave None)."""
     orders.pop(number, None)
-    order = order_of_dims(grad) if is_strided(grad) else None
+    order = order_of_dims(grad) if grad is not None and is_strided(grad) else None
     if order is None or own is None:
         return
     is_long = [size > 1 for size in grad.shape]  # where one of size 1 lies makes no difference

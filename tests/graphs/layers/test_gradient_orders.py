@@ -119,3 +119,38 @@ def test_a_step_without_a_backward_shows_no_order_and_a_warning_says_so(device: 
     tg.graph_layers(model, (batch(device),))
     with pytest.warns(UserWarning, match=r"the gradient of output 0 has strides .*Give graph_layers a step with its"):
         step(model, batch(device))
+
+
+class _Auxiliary(torch.autograd.Function):
+    """x * 2 and x * 3, of which the latter gives no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:  # [...]
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> Tensor | None:  # [...] each
+        return None if grad is None else grad * 2
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor) -> Tensor:  # [n, 3, h, w]
+        return torch.tanh(x) * self.scale
+
+
+def test_a_result_may_get_no_gradient(device: str) -> None:
+    model = Chain(Scaled).to(device)
+    twin, sample = eager_copy(model), batch(device)
+
+    def gradients(model: nn.Module, of_used: bool) -> list[Tensor | None]:
+        model.zero_grad()
+        used, unused = _Auxiliary.apply(model.layers[1](model.layers[0](sample)))
+        (used if of_used else unused).square().sum().backward()
+        return [layer.scale.grad for layer in model.layers]
+
+    report = tg.graph_layers(model, lambda: gradients(model, of_used=False))
+    assert len(report.layers) == 2
+    assert gradients(model, of_used=False) == gradients(twin, of_used=False) == [None, None]
+    assert_bitwise_equal(gradients(model, of_used=True), gradients(twin, of_used=True))
+    assert [layer.te_graph.info()["forward_replays"] for layer in model.layers] == [2, 2]
