@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
+from te_graph.graphs.capture.layout import may_overlap
 
 
 class ChangedInputs:
@@ -124,7 +125,8 @@ class ChangedArguments:
         return cls(label, places, frozenset(inputs.rewritten), names, others, tuple(inputs.views), inner)
 
     def obstacle(self, tensors: list[Tensor]) -> str | None:
-        """Why a replay with ``tensors`` [...] would be wrong: what is changed is part of something else; or None.
+        """Why a replay with ``tensors`` [...] would be wrong: what is changed is part of something else, or lies in the
+        same memory several times; or None.
 
         Raises:
             RuntimeError: one is a leaf that requires a gradient, or a view of one, as eager execution does.
@@ -143,6 +145,8 @@ class ChangedArguments:
                 )
             if tensor.numel() and (addresses.count(addresses[number]) > 1 or addresses[number] in self.others):
                 return f"{name}, which the call changes in place, shares memory with something else that it uses"
+            if may_overlap(tensor):
+                return f"{name}, which the call changes in place, has elements that share memory (expand, unfold)"
             if tensor.retains_grad:  # the gradient inside the graph would not reach it
                 return f"{name}, which the call changes in place, retains its gradient"
         return None

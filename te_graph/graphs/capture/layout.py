@@ -21,6 +21,18 @@ def order_of_dims(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
+def may_overlap(tensor: Tensor) -> bool:
+    """Whether several elements of ``tensor`` [...] may lie in the same memory, as after ``expand`` or ``unfold``."""
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return False
+    reach = 0  # how far the dims of smaller strides go
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def zeros_in_order(like: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """Zeros of the shape and dtype of ``like`` [...], whose dimensions lie in ``order``, or, where
     that is None or of another number of dimensions, as those of ``like``."""

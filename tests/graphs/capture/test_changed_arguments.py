@@ -254,6 +254,57 @@ def test_an_argument_that_is_part_of_another_runs_eagerly(device, caplog, on_mis
     assert graphed.te_graph.info()["recaptures"] == 0
 
 
+OVERLAPPING = {
+    "expanded": lambda values: values[:1].expand(3, 4),
+    "expanded to three dimensions": lambda values: values[0].expand(2, 3, 4)[1],
+    "windows": lambda values: values.view(-1)[:6].unfold(0, 4, 1),
+}
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+@pytest.mark.parametrize("argument_of", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_an_argument_whose_elements_share_memory_runs_eagerly(device, caplog, argument_of, on_mismatch):
+    def update(x: Tensor, y: Tensor) -> Tensor:  # [3, 4], [3, 4]
+        y[1].zero_()
+        return x + y
+
+    samples = tuple(batch(device, requires_grad=False) for _ in range(2))
+    graphed = make_graphed_callables(update, samples, on_mismatch=on_mismatch)
+    values, seen = torch.randn(4, 4, device=device), []
+    with caplog.at_level(logging.WARNING, "te_graph"):
+        for call in (graphed, update):
+            base = values.clone()
+            seen.append([call(samples[0], argument_of(base)), base])
+    assert_bitwise_equal(*seen)
+    (told,) = caplog.records
+    assert "update: args[1], which the call changes in place, has elements that share memory" in told.getMessage()
+    info = graphed.te_graph.info()
+    assert (info["forward_replays"], info["recaptures"]) == (0, 0)
+
+
+APART = {
+    "gaps": lambda values: values[:, ::2].t()[:2],
+    "transposed": lambda values: values[:3, :].t()[:2, :3],
+    "of size 1": lambda values: values[:1, :1].expand(1, 1),
+    "empty": lambda values: values[:0].expand(3, 0, 4),
+}
+
+
+@pytest.mark.parametrize("argument_of", APART.values(), ids=APART)
+def test_an_argument_with_gaps_is_changed_by_a_replay(device, argument_of):
+    def update(y: Tensor) -> Tensor:  # [...]
+        y.view_as(y).mul_(2)
+        return y + 1
+
+    values = torch.randn(4, 4, device=device)
+    graphed, seen = make_graphed_callables(update, (argument_of(values),)), []
+    for call in (graphed, update):
+        base = values.clone()
+        seen.append([call(argument_of(base)), base])
+    assert_bitwise_equal(*seen)
+    assert graphed.te_graph.info()["forward_replays"] == 1
+
+
 def test_an_argument_without_memory_is_refused(device):
     net = nn.ReLU(inplace=True)
     make_graphed_callables(net, (torch.randn(3, 4, device=device),))
