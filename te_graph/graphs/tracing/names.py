@@ -69,6 +69,7 @@ _STATES_OF_GENERATORS = frozenset(
 )
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
+SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _MARK_OF_COMPILER = "_dynamo_"
 TABLE_OF_FIELDS = "__dataclass_fields__"
@@ -382,6 +383,19 @@ def codes_of(member: Any) -> Iterator[types.CodeType]:
             met.append(part)
             part = getattr(part, "__wrapped__", None)
     yield from (part.__code__ for part in met if isinstance(part, types.FunctionType))
+
+
+def has_code(member: Any) -> bool:
+    """Whether what a class has is code of Python, or wraps it."""
+    return next(codes_of(member), None) is not None
+
+
+def is_untold(name: str, member: Any) -> bool:
+    """Whether ``member``, of a class, is a special method without code of Python (a partial, ``None``, a function made
+    in C): nothing tells whether it was called."""
+    is_special = is_implicit(name) or is_for_making(name)
+    is_method = callable(member) or hasattr(type(member), "__get__") or member is None
+    return is_special and is_method and not isinstance(member, SLOTS) and not has_code(member)
 
 
 def strings_of(member: Any) -> frozenset[str]:

@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ import te_graph as tg
 
 _LEVELS = 4  # members of a number use those of higher numbers alone
 _HEAD = "import functools\nimport operator\nfrom torch import nn\nimport torch\n\n"
+# By name: the special methods of S0, S1 and S2, as (arguments, type of results, how code reads an object).
+_SPECIAL = {
+    "__init__": ("self, k=1.0", "", "type({})().k"),
+    "__call__": ("self", "float", "{}()"),
+    "__eq__": ("self, other", "bool", "(2.0 if {} == 1 else 1.0)"),
+    "__len__": ("self", "int", "len({})"),
+    "__repr__": ("self", "str", "len(repr({}))"),
+    "__getitem__": ("self, index", "float", "{}[0]"),
+}
 _FORWARD = """
     def __init__(self):
         super().__init__()
@@ -48,6 +58,8 @@ class Draft:
         self.bases |= {"K0": [], "K1": chance.choice([["K0"], ["K0", "Q0"]]), "K2": ["K1"]}
         self.order = ["Q0", "P0", "P1", "P2", "K0", "K1", "K2"]
         self.part = chance.randrange(3)
+        # Of each of these classes how it has each special method: by code, by an object without code, or not.
+        self.special = [{name: self.how(number) for name in _SPECIAL} for number in range(3)]
         self.by_name = chance.choice([[], [], ["K0.v0"], ["P0.v0"]])  # what is named is compared as a whole
 
     def text(self) -> str:
@@ -59,8 +71,10 @@ class Draft:
                 is_first = not self.bases[name]
                 if is_first or self.chance.random() < 0.5:
                     parts.append(self.member(f"n{number}", number, is_first, name[0] == "K"))
+        parts += [self.special_class(number) for number in range(3)]
+        parts.append("\n\nOBJECTS = [S0(), S1(), S2()]\n")
         first = " + ".join(self.read(owner, number) for owner in ("self", "self.part") for number in range(_LEVELS))
-        second = " + ".join(self.expression(0, True, True) for _ in range(2))
+        second = " + ".join([self.expression(0, True, True), self.expression(0, True, True), self.read_special()])
         parts.append(f"\n\nclass M(K2, nn.Module):{_FORWARD.format(part=self.part, first=first, second=second)}")
         return "".join(parts)
 
@@ -75,6 +89,33 @@ class Draft:
         if not is_first and given and self.chance.random() < 0.7:
             terms.append(f"super().{name}" + ("" if kind == "property" else "()"))
         return f"\n{decorator}    def {name}({given}):\n        return {' + '.join(terms)}\n"
+
+    def how(self, number: int) -> str:
+        return "code" if number == 0 else self.chance.choice(["code", "partial", "None", "", ""])
+
+    def special_class(self, number: int) -> str:
+        below = "" if number == 0 else f"(S{number - 1})"
+        members = [
+            f"    {name} = {self.special_method(name, how)}\n" for name, how in self.special[number].items() if how
+        ]
+        return f"\n\nclass S{number}{below}:\n    k = {self.value()}\n{''.join(members)}"
+
+    def special_method(self, name: str, how: str) -> str:
+        """What a class may have under ``name``."""
+        given, kind, _ = _SPECIAL[name]
+        value, others = self.value(), given.removeprefix("self").removeprefix(", ")
+        results = {"float": f"{value}", "bool": f"{value > 2}", "int": f"{int(value)}", "str": repr("a" * int(value))}
+        result = results.get(kind, f'setattr(self, "k", {value})')
+        if how == "code" or name == "__init__":
+            return f"lambda {given}: {result}"
+        return "None" if how == "None" else f"functools.partial(lambda {others}: {result})"
+
+    def read_special(self) -> str:
+        """Of an object by a special method that its class has."""
+        name, number = self.chance.choice(list(_SPECIAL)), self.chance.randrange(3)
+        hows = [self.special[at][name] for at in range(number, -1, -1)]
+        read = "{}.k" if name != "__init__" and next(filter(None, hows)) == "None" else _SPECIAL[name][2]
+        return read.format(f"OBJECTS[{number}]")
 
     def read(self, owner: str, number: int) -> str:
         """Of member ``number``, with its name as it is or put together."""
@@ -118,6 +159,10 @@ class Draft:
         options += [f'm.table["b"][1]["c"] = {value}', f"m.values.append({value})", f'm.table["d"] = {value}']
         options += [f"m.v1 = {value}", f"m.table = {{**m.table, 'a': {value}}}", f"M.unused = {value}", "m.eager = 1"]
         options += [f"fn = lambda k=1.0: k * {value}", "m.layer.weight.data.mul_(0.5)", "m.values = list(m.values)"]
+        name, number = chance.choice(list(_SPECIAL)), chance.randrange(3)
+        how = chance.choice(["code", "code", "partial", "None"])
+        options += [f"S{number}.{name} = {self.special_method(name, how)}"] * 4
+        options += [f'delattr(S{number}, "{name}") if "{name}" in vars(S{number}) else None'] * 2
         return chance.choice(options)
 
 
@@ -134,7 +179,9 @@ def _module_of(text: str, name: str) -> types.ModuleType:
     return module
 
 
-def failure(text: str, changes: list[str], on_mismatch: str = "capture", is_kept: bool = True) -> str:
+def failure(
+    text: str, changes: list[str], on_mismatch: str = "capture", is_kept: bool = True, is_step: bool = False
+) -> str:
     """What differs from eager execution; empty where nothing does."""
     module = _module_of(text, "hierarchy")
     # An exchanged method is often kept, and then is not gone.
@@ -144,30 +191,47 @@ def failure(text: str, changes: list[str], on_mismatch: str = "capture", is_kept
     eager.load_state_dict(graphed.state_dict())
     x = torch.randn(1, 2)
     try:
-        tg.make_graphed_callables(
-            graphed, (x,), num_warmup_iters=2, on_mismatch=on_mismatch, max_captures=100, allow_unused_input=True
-        )
+        if is_step:
+            calls = tg.graphed(_step_of(graphed), on_mismatch=on_mismatch), _step_of(eager)
+        else:
+            tg.make_graphed_callables(
+                graphed, (x,), num_warmup_iters=2, on_mismatch=on_mismatch, max_captures=100, allow_unused_input=True
+            )
+            calls = graphed, eager
     except Exception as error:
         return f"capture: {type(error).__name__}: {error}"
+    info = calls[0].info if is_step else graphed.te_graph.info
+    last = 2 if is_step else 1  # a function is captured at its second call
     for change in ["", *changes]:
         for m in (graphed, eager) if "m." in change else (None,):
             exec(change, vars(module) if m is None else {**vars(module), "m": m})
-        for count in range(2):
-            before = graphed.te_graph.info()["forward_replays"]
-            seen = [_seen(m, x) for m in (graphed, eager)]
+        for count in range(last + 1):
+            before = info()["forward_replays"]
+            seen = [_seen(call, x) for call in calls]
             if seen[0] != seen[1]:
                 return f"after {change!r}: {seen[0]}, eager execution {seen[1]}"
-            is_replayed = graphed.te_graph.info()["forward_replays"] > before
-            if on_mismatch == "capture" and count and not (is_replayed or isinstance(seen[1], str)):
-                return f"after {change!r}: runs eagerly: {graphed.te_graph.info()['eager_calls']}"
+            is_replayed = info()["forward_replays"] > before
+            if on_mismatch == "capture" and count == last and not (is_replayed or isinstance(seen[1], str)):
+                return f"after {change!r}: runs eagerly: {info()['eager_calls']}"
     kept.clear()
     return ""
 
 
-def _seen(m: nn.Module, x: Any) -> Any:
+def _step_of(m: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that a step may call: [1, 2] -> [1, 2]."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:  # [1, 2]
+        with torch.no_grad():
+            return m(x)
+
+    return step
+
+
+def _seen(call: Callable, x: torch.Tensor) -> Any:  # [1, 2]
     try:
-        result = m(x)
-        result.sum().backward()
+        result = call(x)
+        if result.requires_grad:
+            result.sum().backward()
     except Exception as error:
         return f"{type(error).__name__}"
     return result.tolist()
@@ -177,7 +241,7 @@ def check(seed: int) -> None:
     """Run the program of ``seed``; where it fails, leave changes out for as long as it does, and show what is left."""
     text, changes = program(seed)
     chance = random.Random(seed)
-    how = chance.choice(["capture", "capture", "eager"]), chance.random() < 0.7
+    how = chance.choice(["capture", "capture", "eager"]), chance.random() < 0.7, chance.random() < 0.5
     changes, error = fewest(changes, lambda some: failure(text, some, *how))
     assert not error, f"seed {seed}: {error}\nafter {changes}\n{text}"
 

@@ -10,7 +10,7 @@ from seeds import first_seed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-_PROGRAMS, _MOST_SECONDS = 20, 5
+_PROGRAMS, _MOST_SECONDS = 20, 8
 
 
 def test_random_changes_of_classes_and_objects_are_seen() -> None:

@@ -16,7 +16,7 @@ from te_graph.graphs.arguments.attributes import hides_slot, instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.callable_contents import CallableContents
-from te_graph.graphs.guards.readers.class_state import SLOTS, class_objects, class_values
+from te_graph.graphs.guards.readers.class_state import class_objects, class_values
 from te_graph.graphs.guards.readers.guarded_sources import is_filled, slots_of
 from te_graph.graphs.guards.readers.library_names import called_in_library
 from te_graph.graphs.guards.readers.lookups import (
@@ -35,7 +35,7 @@ from te_graph.graphs.guards.readers.user_classes import (
     written_by_user,
 )
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source, tells_tensors_apart
-from te_graph.graphs.tracing.names import Names, codes_of, is_implicit
+from te_graph.graphs.tracing.names import SLOTS, Names, codes_of, is_implicit
 from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind

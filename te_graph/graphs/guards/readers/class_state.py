@@ -12,9 +12,9 @@ from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.lookups import is_of_project
 from te_graph.graphs.guards.readers.memos import is_for_messages
 from te_graph.graphs.guards.readers.user_classes import bases_of
+from te_graph.graphs.tracing.names import SLOTS
 from te_graph.graphs.tracing.python_names import is_pythons
 
-SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _METHODS = (types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *SLOTS, *_WRAPPERS)
 

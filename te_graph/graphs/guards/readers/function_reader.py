@@ -7,7 +7,7 @@ import enum
 import itertools
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
-from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
+from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member, member_of
 from te_graph.graphs.guards.sources import (
     HIDES_CLASS,
     HOOK_DICTS,
@@ -70,6 +70,7 @@ from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,
+    SLOTS,
     Names,
     codes_of,
     is_implicit,
@@ -373,25 +374,16 @@ class FunctionReader:
         else:
             yield from held_by_class(source, self.names.said)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
-        found: set[str] = set()
-        hidden: set[str] = set()  # by classes of libraries
+        nearer: set[str] = set()  # what classes have that are asked before
         for index, base in enumerate(kind.__mro__):
-            if base not in classes:
-                hidden |= vars(base).keys()
-                continue
-            below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
-            for key, member in vars(base).items():
-                is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
-                if is_shown and self._members.may_use(base, key):
-                    yield (below if key in found or key in hidden else source).child(
-                        member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
-                    )
-                    found.add(key)
-            # What is put there later is found before what is above.
-            if base is not kind and not LOOKS_ABOVE.isdisjoint(self.names.said):
-                above = collections.ChainMap(*map(vars, base.__mro__[1:]))
-                for key in sorted(key for key in found - vars(base).keys() if key in above):
-                    yield below.child(above[key], f"{base.__name__}.{key}", _Kind.TYPE_ITEM, key)
+            if base in classes:
+                below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
+                for key, member in self._members.used(base).items():
+                    if not isinstance(member, SLOTS):
+                        at = below if key in nearer else source  # where code finds it by super(), or by this base
+                        yield at.child(member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
+                yield from self._above(below, kind, index, nearer)
+            nearer |= vars(base).keys()
         if classes:
             expected = self._members.expected(kind).union(given_by_metaclass(kind, self._members.hidden(metaclass)))
             if user_classes(metaclass):
@@ -404,6 +396,21 @@ class FunctionReader:
             base = kind.__mro__[library]
             below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
             yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.type_version(base))
+
+    def _above(self, below: GuardedSource, kind: type, index: int, nearer: Set[str]) -> Iterator[GuardedSource]:
+        """What ``super()`` passes by in base number ``index`` of ``kind``, which is at ``below``, and would find there
+        before what is behind: of what ``nearer`` classes have."""
+        if index == 0 or LOOKS_ABOVE.isdisjoint(self.names.said):
+            return
+        base = kind.__mro__[index]
+        used = set().union(*map(self._members.used, user_classes(kind)))
+        behind = collections.ChainMap(*map(vars, kind.__mro__[index + 1 :]))
+        for key in sorted(key for key in (used & nearer) - vars(base).keys() if key in behind):
+            name = f"{base.__name__}.{key}"
+            if has_member(base, key):
+                yield below.child(member_of(base, key), name, _Kind.TYPE_ITEM, key)
+            else:
+                yield below.child(None, name, _Kind.TYPE_ABSENT, key)
 
 
 def _is_of_torch(kind: type) -> bool:

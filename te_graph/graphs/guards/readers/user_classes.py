@@ -14,7 +14,7 @@ from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.guards.readers.metaclasses import member_of
-from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of, is_users_module
+from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of, is_untold, is_users_module
 
 # Of functions.
 _HOLDERS = (
@@ -65,10 +65,10 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
 
 
 def members_that_ran(kind: type, names: Names) -> frozenset[str]:
-    """Names of what ``kind``, or a class below it that the user wrote, has and that was seen to run: no code need name
-    it. Python calls some methods by itself, and libraries put names together."""
+    """Names of what ``kind``, or a class below it that the user wrote, has and that was seen to run, or may have run
+    unseen: no code need name it. Python calls some methods by itself, and libraries put names together."""
     found = (item for base in bases_of(kind) for item in vars(base).items())
-    return frozenset(name for name, member in found if names.has_run(member))
+    return frozenset(name for name, member in found if names.has_run(member) or is_untold(name, member))
 
 
 def members_below(kind: type, ran: Container[int], said: frozenset[str]) -> Iterator[tuple[type, str, Any]]:
