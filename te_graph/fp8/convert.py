@@ -137,9 +137,11 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         [3, n] fp32 by the name of each layer; copies. Rows are those of the input, the weight and the gradient of the
         result. Columns are the version of the format; the length of the history, 0 before the first call and under
         current scaling; the scale; of the weight the scale of its last cast, 1 if it is as it was then, and 1 if it has
-        a scale; two zeros; then the history, first what has been recorded since the last update, then the others, the
-        newest last. Zeros fill it up, so that n is 1032 or, for histories of more than 1024, more. Ranks that share
-        scales (``amax_reduction_group``) save one each: what has been recorded since the last update is their own. The
+        a scale; the largest number of the casts' format, 0 if no amax has given the scale; 1 if an update of the scale
+        is due, -1 if none is (0 in states of versions that did not say); then the history, first what has been recorded
+        since the last update, then the others, the newest last. Zeros fill it up, so that n is 1032 or, for histories
+        of more than 1024, more. Ranks that share scales (``amax_reduction_group``) save one each: what has been
+        recorded since the last update is their own. The
         newest amaxes are there before or after the update that the next cast makes of them: states with which trainings
         go on alike may differ in that, and so in the scale. To compare trainings, take losses and parameters.
 

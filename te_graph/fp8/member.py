@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
-_CAST_SCALE, _IS_CAST, _HAS_SCALE, _LARGEST = 3, 4, 5, 6  # positions in its header
+_CAST_SCALE, _IS_CAST, _HAS_SCALE, _LARGEST, _DUE = 3, 4, 5, 6, 7  # positions in its header
+_IS_DUE, _NOT_DUE = 1, -1  # what is at the last one; 0 in states of before, which do not say
 
 
 def check_state(state: Tensor) -> None:
@@ -47,7 +48,7 @@ def new_state(device: torch.device, length: int = 0) -> Tensor:
         length: of the histories; 0: none.
     """
     state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), dtype=torch.float32, device=device)
-    state[:, 0], state[:, 1], state[:, 2] = _VERSION, length, 1
+    state[:, 0], state[:, 1], state[:, 2], state[:, _DUE] = _VERSION, length, 1, _NOT_DUE
     return state
 
 
@@ -188,7 +189,7 @@ class Member(OwnObject):
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, for each ``Role``
         the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
         cast, whether it is as it was then, and whether it has a scale, the largest number of the casts' format (0:
-        no amax has given the scale), a zero, and the history.
+        no amax has given the scale), whether an update is due (1; -1: it is not), and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
@@ -196,6 +197,8 @@ class Member(OwnObject):
             history, scale = self.history(role)
             state[role, 2:3] = scale
             state[role, _LARGEST] = self._largest(role) * (history[1:].any() | (scale[0] != 1))
+            if self._is_due(role):
+                state[role, _DUE] = _IS_DUE
             state[role, _HEADER : _HEADER + length] = history
         if length:
             state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
@@ -241,8 +244,12 @@ class Member(OwnObject):
                 largest = float(state[role, _LARGEST])
                 if largest not in (0, self._largest(role)):  # of another format
                     scale.mul_(self._largest(role) / largest)
-                if bool(rows[0].any()):  # of casts behind the last update
-                    self._set_due(role, True)  # no update before: it would roll what other modules have loaded
+                # No update before: it would roll what other modules have loaded. Where ranks share the scales, values
+                # do not tell whether one is due: those of one rank may be zero.
+                if state[role, _DUE] != 0:
+                    self._set_due(role, bool(state[role, _DUE] == _IS_DUE))
+                elif bool(rows[0].any()):
+                    self._set_due(role, True)
         self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
@@ -276,6 +283,10 @@ class Member(OwnObject):
 
     def _set_has_weight_scale(self, value: bool) -> None:
         self.block.has_weight_scale[self.number] = self.has_weight_scale = value
+
+    def _is_due(self, role: Role) -> bool:
+        direction, column = self.columns.of(role)
+        return self.block.tables[direction].is_due(column)
 
     def _set_due(self, role: Role, is_due: bool) -> None:
         direction, column = self.columns.of(role)

@@ -116,8 +116,9 @@ def test_columns_without_a_group_are_used_again(device: str) -> None:
     assert numbers == {0}
 
 
-def states_that_are_saved(rank: Rank) -> None:
-    """In the middle of a step gradients' newest amaxes are each rank's own, so each saves its own state."""
+def states_that_are_saved(rank: Rank, is_zero: bool) -> None:
+    """In the middle of a step gradients' newest amaxes are each rank's own, so each saves its own state. An update is
+    due on all of them, also where a rank's gradient was zero."""
     results = []
     for is_resumed in (False, True):
         torch.manual_seed(0)
@@ -126,7 +127,8 @@ def states_that_are_saved(rank: Rank) -> None:
             x = torch.full((WIDTH, WIDTH), 1.0 + rank.rank + step, device=rank.device)
             with region():
                 y = layer(x)
-            (y * (1.0 + rank.rank)).sum().backward()
+            factor = 0.0 if is_zero and rank.rank == 1 and step == 1 else 1.0 + rank.rank
+            (y * factor).sum().backward()
             if is_resumed and step == 1:
                 state, grad = copy.deepcopy(layer.state_dict()), layer.weight.grad
                 layer = new_layer(rank)
@@ -136,11 +138,12 @@ def states_that_are_saved(rank: Rank) -> None:
                 others = [torch.empty_like(own) for _ in range(rank.world)]
                 dist.all_gather(others, own)
                 newest = [other[2, 8].item() for other in others]
-                assert newest == [1.0 + number for number in range(rank.world)]
+                assert newest == [0.0 if is_zero and number == 1 else 1.0 + number for number in range(rank.world)]
         layer.fp8.update_if_due()
         results.append([layer.weight.grad, layer.get_extra_state()])
     assert all(map(same_bits, *results))
 
 
-def test_a_training_is_resumed_with_the_state_of_each_rank(ranks) -> None:
-    ranks.run(states_that_are_saved, 0)
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_training_is_resumed_with_the_state_of_each_rank(ranks, is_zero: bool) -> None:
+    ranks.run(states_that_are_saved, 0, is_zero)

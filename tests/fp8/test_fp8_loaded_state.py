@@ -303,3 +303,26 @@ def test_a_weight_that_was_cast_here_is_cast_as_the_state_says(device: str, chan
         for layer in (known, unknown):
             assert same_bits(forward(layer, x), expected)
             assert same_bits(layer.get_extra_state(), source.get_extra_state())
+
+
+@pytest.mark.parametrize("gradient", [1.0, 0.0])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_state_says_whether_updates_are_due(device: str, gradient: float, is_known: bool) -> None:
+    """Its amaxes do not: those of a gradient of zeros are zero, and other ranks may wait for its update. In states of
+    before, which do not say, those that are not zero are due."""
+
+    def due(layer: tg.Linear) -> list[bool]:
+        return [state > 0 for state in layer.fp8.state()[:, 7].tolist()]
+
+    source, x = new_layer(device), an_input(device)
+    (forward(source, x) * gradient).sum().backward()
+    assert due(source) == [False, False, True]
+    for is_said in (True, False):
+        state, layer = source.get_extra_state(), new_layer(device)
+        state[:, 7] *= is_said
+        if is_known:
+            forward(layer, x)
+        layer.set_extra_state(state)
+        if not is_known:
+            forward(layer, x)
+        assert due(layer) == [False, False, bool(gradient) or is_said]
