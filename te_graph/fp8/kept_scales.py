@@ -14,6 +14,8 @@ from te_graph import _C
 from te_graph.fp8.member import Member
 from te_graph.fp8.scale_block import Block, Role
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+from te_graph.fp8.weight_casts import repeat_casts_
+from te_graph.fp8.weight_mark import mark_of_plain
 
 
 class _KeptBlock:
@@ -61,8 +63,9 @@ class _KeptScope:
         self._noted = [
             (
                 member,
-                (member.thread, member.products.trains, member.has_weight_scale, member.loaded_mark),
+                (member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark),
                 member.has_recorded_amax(),
+                (weight := member.weight) is not None and member.is_recorded(weight),
             )
             for member in members
         ]
@@ -71,11 +74,13 @@ class _KeptScope:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
-        for member, before, has_recorded_amax in self._noted:
+        for member, before, has_recorded_amax, was_recorded in self._noted:
             if not is_of_this_thread(member):
                 continue
-            member.thread, member.products.trains, member.has_weight_scale, member.loaded_mark = before
+            member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark = before
             weight = member.weight
+            if was_recorded and weight is not None:
+                member.mark_again(mark_of_plain(weight))  # it is as before, but may have been written meanwhile
             if member.has_recorded_amax() == has_recorded_amax or weight is None:
                 continue
             if has_recorded_amax is None:
@@ -83,7 +88,7 @@ class _KeptScope:
             else:
                 again.append((member, weight, has_recorded_amax))
         marks = [_C.WeightMark(weight) for _, weight, _ in again]
-        self._scope.repeat_casts([(member, weight) for member, weight, _ in again])
+        repeat_casts_([(member, weight) for member, weight, _ in again], are_recorded=False)
         done = _C.CastDone(self._scope.device)
         for (member, _, has_recorded_amax), mark in zip(again, marks, strict=True):
             member.products.note_cast(mark, has_recorded_amax, done)

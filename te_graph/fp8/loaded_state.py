@@ -55,7 +55,7 @@ class LoadedModules(OwnObject):
         """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times:
         where that changes nothing, their marks stay right."""
         same = [module for module in self._present() if weight is not None and plain_weight(module) is weight]
-        marked = [module for module in same if is_marked(loaded_mark_of(module), weight)]
+        marked = [module for module in same if is_marked(recorded_mark_of(module), weight)]
         is_equal = bool(marked) and isinstance(source, Tensor) and are_equal(source, weight)
         yield
         for module in marked if is_equal else ():
@@ -73,12 +73,12 @@ def untrained_state_of(module: FP8Module) -> MarkedState | None:
     return module.loaded_state if module.fp8 is None else module.fp8.untrained_state
 
 
-def loaded_mark_of(module: FP8Module) -> _C.WeightMark | None:
-    """Of the weight of ``module`` as it was when a state was loaded that says how it was cast."""
+def recorded_mark_of(module: FP8Module) -> _C.WeightMark | None:
+    """Of the weight of ``module`` as it was when its amax was last recorded, here or as a loaded state says."""
     untrained = untrained_state_of(module)
     if untrained is not None:
         return untrained.mark
-    return None if module.fp8 is None else module.fp8.loaded_mark
+    return None if module.fp8 is None else module.fp8.recorded_mark
 
 
 def mark_again(module: FP8Module) -> None:

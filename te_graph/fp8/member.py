@@ -63,7 +63,8 @@ class Member(OwnObject):
     Attributes:
         number: of the module in ``block``.
         products: what multiplies.
-        loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
+        recorded_mark: of the weight, when its amax was last recorded, here or as a loaded state says; None: that is not
+            known.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -76,7 +77,7 @@ class Member(OwnObject):
         block, number = columns.block, columns.number
         self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
-        self.loaded_mark: _C.WeightMark | None = None
+        self.recorded_mark: _C.WeightMark | None = None
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
@@ -203,14 +204,16 @@ class Member(OwnObject):
         if length:
             state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
-        if length and weight is not None and (self.products.has_recorded_amax(weight) or self.is_resumed(weight)):
-            state[Role.WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
+        if length and weight is not None and (self.products.has_recorded_amax(weight) or self.is_recorded(weight)):
+            scale = self.block.recorded_weight_scale[self.number : self.number + 1]
+            state[Role.WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = scale
             state[Role.WEIGHT, _IS_CAST] = 1
         return state
 
-    def is_resumed(self, weight: Tensor) -> bool:
-        """Whether ``weight`` [out, in] is as it was when it was cast, elsewhere, as a loaded state says."""
-        return is_marked(self.loaded_mark, weight)
+    def is_recorded(self, weight: Tensor) -> bool:
+        """Whether ``weight`` [out, in] or [in, out] is as it was when its amax was last recorded, here or as a loaded
+        state says."""
+        return is_marked(self.recorded_mark, weight)
 
     def load_(self, loaded: MarkedState) -> None:
         """Take histories and scales from a state that ``state()`` returned here or elsewhere.
@@ -231,6 +234,7 @@ class Member(OwnObject):
         if not saved:
             self.clear_scales_()
             self.forget_cast()
+            self.recorded_mark = None
             return
         with self.block.without_updates():
             for role in Role:
@@ -255,9 +259,8 @@ class Member(OwnObject):
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
         if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
             self.forget_cast()
-        self.loaded_mark = loaded.mark if is_cast else None
-        if is_cast:
-            self.block.weight_scale[self.number] = cast_scale
+        self.recorded_mark = loaded.mark if is_cast else None
+        self.block.recorded_weight_scale[self.number] = cast_scale
 
     def clear_scales_(self) -> None:
         """Histories become empty and scales 1."""
@@ -271,10 +274,10 @@ class Member(OwnObject):
 
     def mark_again(self, mark: _C.WeightMark | None) -> None:
         """The weight is another tensor, of the same values, and has that ``mark``."""
-        if self.loaded_mark is not None:
-            self.loaded_mark = mark
-        if self._untrained_state is not None:
-            self._untrained_state = MarkedState(self._untrained_state.state, mark)
+        if self.recorded_mark is not None:
+            self.recorded_mark = mark
+        if self.untrained_state is not None:
+            self._untrained_state = MarkedState(self.untrained_state.state, mark)
 
     def _largest(self, role: Role) -> float:
         """Number of the format of casts with ``role``."""

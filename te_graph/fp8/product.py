@@ -84,6 +84,8 @@ class PreparedCall:
         is_left = self.first is not None and _C.HostSteps.is_noting()
         if not (self.member.products.is_cast(weight, self.records_amax) or is_left):
             self.member.scope.cast_weights(self.member, self.records_amax)
+        if self.first is None and _C.HostSteps.is_noting() and self.records_amax and self.member.scope.is_delayed:
+            self.member.recorded_mark = _C.WeightMark(weight)  # before each replay, or in it
 
     def scale(self) -> Tensor | None:
         """The scale of the input's cast [1], where a checkpoint repeats it or will; just before the call."""

@@ -41,6 +41,7 @@ class Block(OwnObject):
         history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
             have inverses of their own.
         weight_scale: [capacity] fp32, with which the weights were cast.
+        recorded_weight_scale: [capacity] fp32, the same of the last casts whose amaxes were recorded.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
         has_weight_scale: [capacity] bool; weights that were never cast with their amaxes recorded have none yet.
         free: numbers that no module has, the next one last.
@@ -54,6 +55,7 @@ class Block(OwnObject):
         self.is_shared = is_shared(recipe, group)
         options = {"dtype": torch.float32, "device": device}
         self.weight_scale = torch.ones(capacity, **options)
+        self.recorded_weight_scale = torch.ones(capacity, **options)
         self.weight_scale_inv = torch.ones(capacity, 4, **options)
         self.has_weight_scale = torch.zeros(capacity, dtype=torch.bool, device=device)
         self.free = list(reversed(range(capacity)))
@@ -98,7 +100,11 @@ class Block(OwnObject):
     def tensors(self) -> list[Tensor]:
         """Histories, scales and inverses, [H, n] or [n] each; of weights the scales of their casts, and which of them
         have a scale, [capacity] each."""
-        return [*self.history, *self.scale, *self.scale_inv, self.weight_scale, self.has_weight_scale]
+        return [*self.history, *self.scale, *self.scale_inv, *self._of_weights()]
+
+    def _of_weights(self) -> list[Tensor]:
+        """What there is of each weight, [capacity] each."""
+        return [self.weight_scale, self.recorded_weight_scale, self.has_weight_scale]
 
     def captured_tensors(self) -> list[Tensor]:
         return [*self.tensors(), self.weight_scale_inv]
@@ -110,7 +116,7 @@ class Block(OwnObject):
             of_directions[direction].append(column)
         lists = (self.history, self.scale, self.scale_inv)
         pairs = [pair for tensors in lists for pair in zip(tensors, of_directions, strict=False)]
-        return [*pairs, (self.weight_scale, list(numbers)), (self.has_weight_scale, list(numbers))]
+        return pairs + [(tensor, list(numbers)) for tensor in self._of_weights()]
 
     def column_of(self, number: int, role: Role) -> tuple[int, int]:
         """Direction and column of the tensor with ``role`` of the module with ``number``. Those of weights lie side by

@@ -20,7 +20,7 @@ from te_graph.fp8.member import Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scale_block import FORWARD, Block, Columns, Role, is_shared
-from te_graph.fp8.weight_casts import cast_weights_
+from te_graph.fp8.weight_casts import cast_weights_, repeat_casts_
 
 _FIRST_CAPACITY = 32
 
@@ -94,8 +94,10 @@ class ScalingScope(OwnObject):
     def cast_weights(self, member: Member, records_amax: bool, *, is_before: bool = False) -> None:
         """Cast the weight of ``member``, and all others of its thread that have changed since they were cast.
 
-        Inside a capture, which gets here only where it wrote the weight itself, the cast is captured, and so done at
-        each replay.
+        A weight whose amax was recorded, which is as it was then, is cast as then, and not recorded again: other
+        weights may have taken its place in an evaluation (``torch.func.functional_call``), or a state says so that was
+        loaded. Inside a capture, which gets here only where it wrote the weight itself, the cast is captured, and so
+        done at each replay.
 
         Args:
             member: about to be called.
@@ -108,25 +110,23 @@ class ScalingScope(OwnObject):
         stale = self._stale_weights(member, records_amax, is_captured)
         # Before the casts: what another thread writes meanwhile is to be cast again.
         marks = [_C.WeightMark(weight) for _, weight in stale]
-        resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
-        changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
+        repeated = [_repeats(*pair, records_amax, is_captured) for pair in stale]
+        changed = [pair for pair, repeats in zip(stale, repeated, strict=True) if not repeats]
         with torch.inference_mode(False), torch.no_grad():
             self._begin_casts(changed, records_amax, is_captured)
-        cast_weights_(changed, self.recipe, self.group, records_amax, is_resumed=False)
-        self.repeat_casts(resumed)
-        if is_captured:
-            for other, weight in stale:
-                other.products.note_captured_cast(weight, records_amax)
-            return
-        for other, _ in changed if records_amax else ():
-            other.end_cast(Role.WEIGHT)
-        done = _C.CastDone(self.device)
-        for (other, weight), mark in zip(stale, marks, strict=True):
-            has_recorded_amax = records_amax or not self.is_delayed or other.is_resumed(weight)
-            other.products.note_cast(mark, has_recorded_amax, done)
-        for other, _ in changed:
-            other.loaded_mark = None
-            other.has_weight_scale |= records_amax
+        cast_weights_(changed, self.recipe, self.group, records_amax)
+        repeat_casts_([pair for pair, repeats in zip(stale, repeated, strict=True) if repeats], are_recorded=True)
+        done = None if is_captured else _C.CastDone(self.device)
+        for (other, weight), mark, repeats in zip(stale, marks, repeated, strict=True):
+            if is_captured:
+                other.products.note_captured_cast(weight, records_amax and not repeats)
+            else:
+                if records_amax and not repeats:
+                    other.end_cast(Role.WEIGHT)
+                    other.has_weight_scale = True
+                other.products.note_cast(mark, records_amax or not self.is_delayed or repeats, done)
+            if records_amax:
+                other.recorded_mark = mark
 
     def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
@@ -152,10 +152,16 @@ class ScalingScope(OwnObject):
         for member, _ in pairs:
             member.take_scales_()
 
-    def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
-        """Cast the weights, [out, in] or [in, out], of members, which are as they were, with the scales of their last
-        casts. Nothing is recorded, or noted."""
-        cast_weights_(pairs, self.recipe, self.group, records_amax=False, is_resumed=True)
+
+def _repeats(member: Member, weight: Tensor, records_amax: bool, is_captured: bool) -> bool:
+    """Whether the cast of ``weight`` [out, in] or [in, out], which ``member`` is to have, is that which was recorded.
+
+    A graph casts by one rule at each replay. So an evaluation, before which the weight may or may not have changed,
+    always goes by the present scale, also eagerly, but where the layer has yet to train with the state that it has;
+    and a call that trains repeats the cast where the same graph has called the layer with that weight before.
+    """
+    may_repeat = (records_amax and member.products.is_noted()) if is_captured else (records_amax or not member.trains)
+    return may_repeat and member.is_recorded(weight)
 
 
 class ScalingScopes(OwnObject):

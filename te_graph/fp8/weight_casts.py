@@ -23,6 +23,7 @@ class _Run:
         weights: [out, in] or [in, out] each, contiguous.
         has_scale: whether the host knows that they have one.
         cast_scale, scale_inv: [n] fp32 each, columns of the block, with which they are cast.
+        recorded_scale: [n] fp32, columns of the block, with which they were cast when their amaxes were recorded.
     """
 
     def __init__(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
@@ -32,6 +33,7 @@ class _Run:
         self._block, self._numbers = first.block, slice(first.number, last.number + 1)
         self.has_scale = first.has_weight_scale
         self.cast_scale = first.block.weight_scale[self._numbers]
+        self.recorded_scale = first.block.recorded_weight_scale[self._numbers]
         self.scale_inv = first.block.weight_scale_inv[self._numbers, 0]
 
     @property
@@ -56,12 +58,7 @@ class _Run:
 
 
 def cast_weights_(
-    pairs: Sequence[tuple[Member, Tensor]],
-    recipe: Recipe,
-    group: dist.ProcessGroup | None,
-    records_amax: bool,
-    *,
-    is_resumed: bool,
+    pairs: Sequence[tuple[Member, Tensor]], recipe: Recipe, group: dist.ProcessGroup | None, records_amax: bool
 ) -> None:
     """Cast weights into the copies that their members have.
 
@@ -70,7 +67,6 @@ def cast_weights_(
         recipe: how scales are found.
         group: whose ranks share the scales, or None.
         records_amax: for delayed scaling.
-        is_resumed: the scales of the last casts are to be used, and nothing recorded.
 
     Stream and capture: one launch for up to 384 weights and one copy of their scales; under current scaling, and of
     weights that have no scale yet, others that find it. Does not synchronize.
@@ -79,18 +75,42 @@ def cast_weights_(
         return
     with torch.inference_mode(False), torch.no_grad():
         runs = [_Run(run) for run in _runs(pairs)]
-        records_amax = records_amax and not is_resumed and isinstance(recipe, DelayedScaling)
-        if not is_resumed:
-            torch._foreach_copy_([run.cast_scale for run in runs], _scales(runs, recipe, group, records_amax))
-        members = [member for run in runs for member in run.members]
-        _ops.fp8_cast_weights_.List(
-            [member.data for member in members],
-            [member.transposed for member in members],
-            [weight for run in runs for weight in run.weights],
-            [run.cast_scale for run in runs],
-            [run.scale_inv for run in runs],
-            [run.amax for run in runs] if records_amax else [],
-        )
+        records_amax = records_amax and isinstance(recipe, DelayedScaling)
+        scales = _scales(runs, recipe, group, records_amax)
+        kept = [run.recorded_scale for run in runs] if records_amax else []
+        torch._foreach_copy_([*(run.cast_scale for run in runs), *kept], scales + scales[: len(kept)])
+        _cast_(runs, records_amax)
+
+
+def repeat_casts_(pairs: Sequence[tuple[Member, Tensor]], *, are_recorded: bool) -> None:
+    """Cast weights, which are as they were, once more with the scales that they were cast with. Nothing is recorded.
+
+    Args:
+        pairs: members, and the weight of each, [out, in] or [in, out].
+        are_recorded: as when their amaxes were recorded, whatever was cast since; else as in their last casts.
+
+    Stream and capture: as ``cast_weights_``, without launches that find scales.
+    """
+    if not pairs:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        runs = [_Run(run) for run in _runs(pairs)]
+        if are_recorded:
+            torch._foreach_copy_([run.cast_scale for run in runs], [run.recorded_scale for run in runs])
+        _cast_(runs, records_amax=False)
+
+
+def _cast_(runs: Sequence[_Run], records_amax: bool) -> None:
+    """Cast the weights of ``runs`` by their scales."""
+    members = [member for run in runs for member in run.members]
+    _ops.fp8_cast_weights_.List(
+        [member.data for member in members],
+        [member.transposed for member in members],
+        [weight for run in runs for weight in run.weights],
+        [run.cast_scale for run in runs],
+        [run.scale_inv for run in runs],
+        [run.amax for run in runs] if records_amax else [],
+    )
 
 
 def _scales(runs: Sequence[_Run], recipe: Recipe, group: dist.ProcessGroup | None, records_amax: bool) -> list[Tensor]:
