@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 class OwnObject:
-    """An object of te_graph's own that user code leads to, as a hook: captures compare which one it is, and no more."""
+    """An object of te_graph's own that user code leads to, as a hook: captures compare which one it is, and no more.
+    What it holds they neither keep nor put back."""
 
     def captured_tensors(self) -> Sequence[Tensor]:
         """[...] each: those that graphs use, where they are for good."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -351,3 +352,49 @@ def test_a_refused_capture_leaves_evaluations_by_other_recipes_their_casts(devic
         assert (refusals > 0) == is_graphed
         results.append([*seen, layer.weight.grad])
     assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("kind", ["callable", "function over a layer", "function"])
+def test_layers_that_come_after_a_refused_capture_have_scales_of_their_own(device: str, kind: str) -> None:
+    """The capture has moved layers to its scope, and back."""
+    recipe, results = OTHERS["shorter"], []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        kept, xs = a_layer(device), inputs(device, 3)
+        found = train(kept, recipe, xs)
+        found += train_and_read_on_host(kind if is_graphed else None, recipe, xs, device)
+        gc.collect()
+        layers = [a_layer(device) for _ in range(12)]
+        for number, layer in enumerate(layers * 2):
+            found += train(layer, recipe, [(1 + 20 * (number % 3)) * xs[0]])
+        results.append(found)
+        del layers
+        gc.collect()
+    assert results[0] == results[1]
+
+
+def train_and_read_on_host(kind: str | None, recipe: Any, xs: list[Tensor], device: str) -> list[float]:
+    """Losses, for xs [16, WIDTH] each, of layers of which a capture of that ``kind`` by ``recipe`` is refused."""
+    model = nn.Sequential(a_layer(device), a_layer(device))
+    losses = train(model, DELAYED, xs)
+
+    def scaled(x: Tensor) -> Tensor:
+        y = model(x)
+        return y * y.sum().item()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(x)
+
+    with region(recipe), pytest.raises(RuntimeError, match="on the host") if kind else contextlib.nullcontext():
+        if kind == "function":
+            call = tg.graphed(lambda x: scaled(x).detach(), on_mismatch="raise")
+            for _ in range(2):
+                call(xs[0])
+        elif kind is not None:
+            tg.make_graphed_callables(Scaled() if kind == "callable" else scaled, (xs[0],))
+    return losses

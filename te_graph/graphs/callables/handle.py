@@ -21,6 +21,7 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
+from te_graph.common.own_objects import OwnObject
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
@@ -45,7 +46,7 @@ _CAPTURING = "inside another capture"
 _Replayed = tuple[CallableEntry | None, list[Tensor], str | None]
 
 
-class Handle:
+class Handle(OwnObject):
     """What ``.te_graph`` of a graphed callable is.
 
     Args:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_strided, is_user_file, storage_key
+from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.guarded_modules import guard_hooks, guard_module, guard_tables
 from te_graph.graphs.guards.guarded_objects import guard_source
@@ -18,7 +19,7 @@ from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.lookups import is_project_module
 from te_graph.graphs.guards.readers.user_classes import bases_of
-from te_graph.graphs.guards.sources import Source, TensorReader, name_of, submodules, walk
+from te_graph.graphs.guards.sources import Source, TensorReader, is_own_tensor, name_of, submodules, walk
 from te_graph.graphs.tracing.externals import External
 
 _Kind = _C.StepKind
@@ -73,9 +74,9 @@ def build_callable_guard(
     sources = reader.compared(sources)
     tells_apart = reader.tells_tensors_apart(sources)
     for source in sources:
-        if id(source) not in used and source.parent is not None:
+        if id(source) not in used and source.parent is not None and not is_own_tensor(source):
             guard_source(source, callable_guard, reader.names, tells_apart)
-        if source.again is None:
+        if source.again is None and not isinstance(source.obj, OwnObject):
             _guard_absence(source, callable_guard, reader)
     _guard_code(sources, modules, callable_guard, reader)
     for count in reader.counts(sources):

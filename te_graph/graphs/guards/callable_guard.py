@@ -15,7 +15,7 @@ from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.library_objects import is_array
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import Source, is_own_tensor
 from te_graph.graphs.guards.values import value_of
 
 _Kind = _C.StepKind
@@ -55,6 +55,8 @@ class CallableGuard:
                 f"{source.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
                 "pass it as an argument"
             )
+        if is_own_tensor(source):
+            self.enter(source.parent)  # in whose place a module may come to have another one
         step = self.enter(source)
         if step not in self._numbers:  # two sources may be one way to it
             self._add(source)

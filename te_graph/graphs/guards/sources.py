@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_project_file
+from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import instance_dict, may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
@@ -122,7 +123,7 @@ def plain_call_guard() -> _C.CallableGuard:
 
 def walk(reader: Any) -> Iterator[Source]:
     """Everything that the beginnings of ``reader`` lead to, near things first, under each of its names; looked into
-    once. A reader tells what an object leads to, as ``TensorReader`` does."""
+    once. A reader tells what an object leads to, as ``TensorReader`` does; it is not asked of te_graph's own."""
     seen: dict[int, Source] = {}
     queue = deque(reader.beginnings())
     while len(seen) < MAX_OBJECTS:
@@ -139,9 +140,21 @@ def walk(reader: Any) -> Iterator[Source]:
             source.again = first
         yield source
         if first is source:
-            inner = list(itertools.islice(reader.contents(source), MAX_OBJECTS))
+            found = own_tensors(source) if isinstance(source.obj, OwnObject) else reader.contents(source)
+            inner = list(itertools.islice(found, MAX_OBJECTS))
             queue.extendleft(reversed([child for child in inner if child.distance == source.distance]))
             queue.extend(child for child in inner if child.distance > source.distance)
+
+
+def own_tensors(source: Source) -> Iterator[Source]:
+    """All that an object of te_graph's own leads to: the tensors that graphs use. What else it holds is no state of the
+    user's, changes inside of captures, and is put back by transactions of its own."""
+    yield from (source.child(tensor, source.name, _Kind.KNOWN) for tensor in source.obj.captured_tensors())
+
+
+def is_own_tensor(source: Source) -> bool:
+    """Whether it is one of those that ``own_tensors`` has found."""
+    return source.kind == _Kind.KNOWN and isinstance(source.obj, Tensor) and isinstance(source.parent.obj, OwnObject)
 
 
 class TensorReader:

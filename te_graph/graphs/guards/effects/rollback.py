@@ -24,7 +24,7 @@ from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
 CONTAINERS = (dict, list, set, deque)
 _HOOKS = "_hooks"  # in the names of the tables where modules have them
-_SLOTS_APART = (types.CellType, Inlined, OwnObject)  # cells are bindings, and te_graph's state is no effect of code
+_SLOTS_APART = (types.CellType, Inlined)  # cells are bindings, and te_graph's state is no effect of code
 
 
 class ContainerState:
@@ -44,6 +44,8 @@ class ContainerState:
             self._keep_contents(obj)
 
     def _keep_contents(self, obj: object) -> None:
+        if isinstance(obj, OwnObject):  # beside what is captured others may change it, and it is put back by its own
+            return
         if isinstance(obj, nn.Module):
             self._classes.append((obj, type(obj)))
         elif isinstance(obj, Tensor):

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_leaf
+from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import count_of
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
 from te_graph.graphs.guards.readers.library_objects import is_array, remembered
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import Source, is_own_tensor
 
 _REMEDIES = {"training": "; override train() to set it"}
 
@@ -27,20 +28,26 @@ class SideEffects:
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._before = {_path(source): (source, _remembered(source.obj), _flags(source.obj)) for source in sources}
+        self._before = {
+            _path(source): (source, _remembered(source.obj), _flags(source.obj))
+            for source in sources
+            if not is_own_tensor(source)
+        }
 
     def first(self, sources: Iterable[Source], with_tensors: bool = False, with_flags: bool = True) -> str | None:
         """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
 
-        What hooks compute is left out, and what is written into tensors: that is part of a graph. ``with_tensors``:
-        another tensor than before is a change. ``with_flags``: so are another module, and flags of modules and tensors.
+        What hooks compute is left out, what is te_graph's own, and what is written into tensors: that is part of a
+        graph. ``with_tensors``: another tensor than before is a change. ``with_flags``: so are another module, and
+        flags of modules and tensors.
         """
         left_out = (
             ComputedInGraph,
+            OwnObject,
             *(() if with_tensors else (Tensor,)),
             *(() if with_flags else (nn.Module,)),
         )
-        after = {_path(source): source for source in sources}
+        after = {_path(source): source for source in sources if not is_own_tensor(source)}
         for path, source in after.items():
             if path not in self._before:
                 if isinstance(source.obj, left_out):

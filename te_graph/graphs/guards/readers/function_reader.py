@@ -18,7 +18,6 @@ from torch.nn.parameter import UninitializedTensorMixin
 from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
-from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import hides_slot
 from te_graph.graphs.guards.plain_values import has_snapshot
@@ -177,8 +176,6 @@ class FunctionReader:
         elif isinstance(obj, Inlined):
             yield source.attributes().item("__wrapped__", name)
             yield from self._attributes_of_function(source, obj.__name__)
-        elif isinstance(obj, OwnObject):
-            yield from (source.child(tensor, name, _Kind.KNOWN) for tensor in obj.captured_tensors())
         elif isinstance(obj, types.FunctionType | type):
             if source.depth < _MAX_DEPTH:
                 yield from self._class_contents(source) if isinstance(obj, type) else self._function_contents(source)
