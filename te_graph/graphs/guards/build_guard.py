@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,15 @@ from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.lookups import is_project_module
 from te_graph.graphs.guards.readers.user_classes import bases_of
-from te_graph.graphs.guards.sources import Source, TensorReader, is_own_tensor, name_of, submodules, walk
+from te_graph.graphs.guards.sources import (
+    Source,
+    TensorReader,
+    is_own_tensor,
+    name_of,
+    own_tensors,
+    submodules,
+    walk,
+)
 from te_graph.graphs.tracing.externals import External
 
 _Kind = _C.StepKind
@@ -51,7 +59,7 @@ def build_callable_guard(
     wanted = {*externals, *map(storage_key, leaves)}
     found = [source for source in sources if _has_tensor_of(source, wanted) or reader.may_use(source)]
     if missing := wanted - set(map(_storage_at, found)):
-        found += _nearest(root, missing)
+        found += _nearest(sources, missing)
         _check_all_are_found(externals, found)
     guarded: set[int] = set()
     modules: list[Source] = []
@@ -88,7 +96,7 @@ def unnamed(sources: list[Source], storages: Iterable[int]) -> set[int]:
     """Those of ``storages`` of which no tensor stands at ``sources``, the callable first, or in what that refers to."""
     wanted = set(storages)
     missing = wanted - {_storage_at(source) for source in sources if _has_tensor_of(source, wanted)}
-    return missing - set(map(_storage_at, _nearest(sources[0].obj, missing))) if missing else missing
+    return missing - set(map(_storage_at, _nearest(sources, missing))) if missing else missing
 
 
 def _storage_at(source: Source) -> int:
@@ -99,8 +107,25 @@ def _has_tensor_of(source: Source, storages: Collection[int]) -> bool:
     return isinstance(source.obj, Tensor) and is_strided(source.obj) and storage_key(source.obj) in storages
 
 
-def _nearest(root: Any, storages: Collection[int]) -> list[Source]:
-    """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first ones."""
+def _nearest(sources: list[Source], storages: Collection[int]) -> list[Source]:
+    """Where tensors of ``storages`` stand that the code does not name: in te_graph's own objects, and else in what the
+    callable, the first of ``sources``, refers to, as far as the furthest of their first ones."""
+    own = [one for one in _own_tensors_of_modules(sources) if _has_tensor_of(one, storages)]
+    missing = set(storages) - set(map(_storage_at, own))
+    return [*own, *_nearest_below(sources[0].obj, missing)] if missing else own
+
+
+def _own_tensors_of_modules(sources: list[Source]) -> Iterator[Source]:
+    """What te_graph keeps for the modules at ``sources``, wherever the code has found them."""
+    for source in sources:
+        if isinstance(source.obj, nn.Module) and source.again is None:
+            members = source.attributes()
+            keys = [key for key, value in members.obj.items() if isinstance(value, OwnObject)]
+            for key in keys:
+                yield from own_tensors(members.item(key, name_of(key, source.name)))
+
+
+def _nearest_below(root: Any, storages: Collection[int]) -> list[Source]:
     found: list[Source] = []
     missing = set(storages)
     for source in walk(TensorReader(root)):
