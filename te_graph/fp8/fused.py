@@ -78,17 +78,21 @@ def _fused(
     with first.noting():
         for call, weight in zip(calls, weights, strict=True):
             call.cast_weight(weight)
+        scales = [call.scale() for call in calls]
         fused = [
             _C.FusedStage(
                 _C.CastAlone() if producer is None else producer.producer(),
                 call.member.products,
                 weight,
                 None if linear.bias is None else linear.bias.contiguous(),
-                call.scale(),
+                scale,
             )
-            for (producer, linear), weight, call in zip(stages, weights, calls, strict=True)
+            for (producer, linear), weight, call, scale in zip(stages, weights, calls, scales, strict=True)
         ]
-        return _C.fused_products(x, residual, fused, first.dtype, first.records_amax)
+        results = _C.fused_products(x, residual, fused, first.dtype, first.records_amax)
+        for call, weight, scale in zip(calls, weights, scales, strict=True):
+            call.note(weight, scale)
+        return results
 
 
 def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> bool:

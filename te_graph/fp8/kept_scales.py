@@ -91,7 +91,7 @@ class _KeptScope:
         repeat_casts_([(member, weight) for member, weight, _ in again], are_recorded=False)
         done = _C.CastDone(self._scope.device)
         for (member, _, has_recorded_amax), mark in zip(again, marks, strict=True):
-            member.products.note_cast(mark, has_recorded_amax, done)
+            member.note_cast(mark, has_recorded_amax, done)
 
 
 def _restore_new(known: set[Member]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.dispatch import bypass_modes
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.fp8_module import FP8Module
@@ -52,6 +54,21 @@ def new_state(device: torch.device, length: int = 0) -> Tensor:
     return state
 
 
+@dataclass(frozen=True)
+class WeightCast:
+    """A cast of a weight, by which it can be made again.
+
+    Attributes:
+        number: of the cast among those of its member; one that repeats another has the number of that.
+        scale: a copy, [1]; None under current scaling, where all casts of a weight are alike, and in what is captured.
+        has_recorded_amax: that of the weight.
+    """
+
+    number: int
+    scale: Tensor | None
+    has_recorded_amax: bool
+
+
 class Member(OwnObject):
     """What one module has in a scope.
 
@@ -65,6 +82,7 @@ class Member(OwnObject):
         products: what multiplies.
         recorded_mark: of the weight, when its amax was last recorded, here or as a loaded state says; None: that is not
             known.
+        recorded_number: of that cast (``WeightCast``), if it was made here.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -78,10 +96,12 @@ class Member(OwnObject):
         self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
         self.recorded_mark: _C.WeightMark | None = None
+        self.recorded_number: int | None = None
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
+        self._casts = self._cast_number = 0
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -160,9 +180,41 @@ class Member(OwnObject):
             return None
         return self.products.has_recorded_amax(weight)
 
+    def note_cast(
+        self, mark: _C.WeightMark, has_recorded_amax: bool, done: _C.CastDone | None, number: int | None = None
+    ) -> None:
+        """The weight has been cast as it was when ``mark`` was made; ``number``: of the cast that this one repeats."""
+        self.products.note_cast(mark, has_recorded_amax, done)
+        self._count_cast(number)
+
+    def note_captured_cast(self, weight: Tensor, records_amax: bool, number: int | None = None) -> None:
+        """The same of a cast of ``weight`` [out, in] or [in, out] that a capture holds."""
+        self.products.note_captured_cast(weight, records_amax)
+        self._count_cast(number)
+
+    def note_recorded(self, mark: _C.WeightMark) -> None:
+        """The last cast, of the weight as it was when ``mark`` was made, is that whose amax is recorded."""
+        self.recorded_mark, self.recorded_number = mark, self._cast_number
+
+    def _count_cast(self, number: int | None) -> None:
+        self._casts += 1
+        self._cast_number = self._casts if number is None else number
+
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        self.products.note_cast(_C.WeightMark(), False, None)
+        self.note_cast(_C.WeightMark(), False, None)
+
+    def last_cast(self, weight: Tensor) -> WeightCast:
+        """Of ``weight`` [out, in] or [in, out]."""
+        scale = None
+        if self.scope.is_delayed and not _C.HostSteps.is_noting():
+            with bypass_modes(), torch.no_grad():  # where calls are repeated, others count operators
+                scale = self.block.weight_scale[self.number : self.number + 1].clone()
+        return WeightCast(self._cast_number, scale, self.products.has_recorded_amax(weight))
+
+    def has_cast(self, weight: Tensor, cast: WeightCast) -> bool:
+        """Whether the FP8 copies are what ``cast`` made of ``weight`` [out, in] or [in, out]."""
+        return self.products.is_cast(weight, False) and (not self.scope.is_delayed or cast.number == self._cast_number)
 
     def fits(self, weight: Tensor) -> bool:
         """Whether ``weight`` [...] can still be cast into the copies: it may have become anything since."""
@@ -259,7 +311,7 @@ class Member(OwnObject):
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
         if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
             self.forget_cast()
-        self.recorded_mark = loaded.mark if is_cast else None
+        self.recorded_mark, self.recorded_number = loaded.mark if is_cast else None, None
         self.block.recorded_weight_scale[self.number] = cast_scale
 
     def clear_scales_(self) -> None:

@@ -52,7 +52,10 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
         return None
     with call.noting():
         call.cast_weight(weight)
-        return call.member.products.forward(x, weight, bias, call.dtype, call.records_amax, call.scale())
+        scale = call.scale()
+        y = call.member.products.forward(x, weight, bias, call.dtype, call.records_amax, scale)
+        call.note(weight, scale)
+        return y
 
 
 @dataclass(frozen=True)
@@ -80,22 +83,28 @@ class PreparedCall:
 
     def cast_weight(self, weight: Tensor) -> None:
         """Cast ``weight``, [out, in] or [in, out], if it has changed."""
-        # Others may have computed with the layer since a first call, such as a teacher with weights of its own.
-        is_left = self.first is not None and _C.HostSteps.is_noting()
-        if not (self.member.products.is_cast(weight, self.records_amax) or is_left):
-            self.member.scope.cast_weights(self.member, self.records_amax)
-        if self.first is None and _C.HostSteps.is_noting() and self.records_amax and self.member.scope.is_delayed:
-            self.member.recorded_mark = _C.WeightMark(weight)  # before each replay, or in it
+        member = self.member
+        if self.first is not None:
+            # Others may have computed with the layer in between, such as a teacher with weights of its own; and the
+            # weight may be another tensor each time, as one that a hook computes.
+            member.scope.cast_again(member, weight, self.first.weight_cast)
+            return
+        if not member.products.is_cast(weight, self.records_amax):
+            member.scope.cast_weights(member, self.records_amax)
+        if _C.HostSteps.is_noting() and self.records_amax and member.scope.is_delayed:
+            member.recorded_mark = _C.WeightMark(weight)  # before each replay, or in it
 
     def scale(self) -> Tensor | None:
         """The scale of the input's cast [1], where a checkpoint repeats it or will; just before the call."""
         if self.first is not None:
             return self.first.scale
-        if self.noted_by is None:
-            return None
-        scale = self.member.products.begin_input_cast(self.records_amax)
-        self.noted_by.note(self.module, FirstCall(self.member, scale, self.dtype))
-        return scale
+        return None if self.noted_by is None else self.member.products.begin_input_cast(self.records_amax)
+
+    def note(self, weight: Tensor, scale: Tensor | None) -> None:
+        """Behind the call, which waits for the cast of ``weight``: tell checkpoints; ``scale`` as above."""
+        if self.noted_by is not None:
+            first = FirstCall(self.member, scale, self.member.last_cast(weight), self.dtype)
+            self.noted_by.note(self.module, first)
 
 
 def prepare_call(module: FP8Module, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> PreparedCall | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from te_graph import _C
 from te_graph.common.dispatch import is_in_backward
 from te_graph.common.fp8_calls import tell_repeats_by
-from te_graph.fp8.member import Member
+from te_graph.fp8.member import Member, WeightCast
 
 _NOTES = "_te_graph_fp8_calls"  # attribute of a checkpoint
 
@@ -34,12 +34,14 @@ class FirstCall:
     Attributes:
         member: what it had in the scope; None: it computed without FP8.
         scale: of the input's cast, [1]; None under current scaling.
+        weight_cast: of the weight.
         dtype: of the result.
         steps: of what was captured; a backward may compute again on another thread, where nothing tells of them.
     """
 
     member: Member | None = None
     scale: Tensor | None = None
+    weight_cast: WeightCast | None = None
     dtype: torch.dtype | None = None
     steps: _C.HostSteps | None = field(default_factory=_C.HostSteps.current)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.fp8_module import FP8Module
-from te_graph.fp8.member import Member
+from te_graph.fp8.member import Member, WeightCast
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scale_block import FORWARD, Block, Columns, Role, is_shared
@@ -118,15 +118,16 @@ class ScalingScope(OwnObject):
         repeat_casts_([pair for pair, repeats in zip(stale, repeated, strict=True) if repeats], are_recorded=True)
         done = None if is_captured else _C.CastDone(self.device)
         for (other, weight), mark, repeats in zip(stale, marks, repeated, strict=True):
+            number = other.recorded_number if repeats else None
             if is_captured:
-                other.products.note_captured_cast(weight, records_amax and not repeats)
+                other.note_captured_cast(weight, records_amax and not repeats, number)
             else:
                 if records_amax and not repeats:
                     other.end_cast(Role.WEIGHT)
                     other.has_weight_scale = True
-                other.products.note_cast(mark, records_amax or not self.is_delayed or repeats, done)
+                other.note_cast(mark, records_amax or not self.is_delayed or repeats, done, number)
             if records_amax:
-                other.recorded_mark = mark
+                other.note_recorded(mark)
 
     def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
@@ -151,6 +152,35 @@ class ScalingScope(OwnObject):
                 member.begin_cast(Role.WEIGHT)
         for member, _ in pairs:
             member.take_scales_()
+
+    def cast_again(self, member: Member, weight: Tensor, cast: WeightCast) -> None:
+        """Let the FP8 copies of ``member`` be what ``cast`` made of ``weight`` [out, in] or [in, out]. Nothing is
+        recorded, and it is then as though no other cast had come since.
+
+        Raises:
+            RuntimeError: that would have to be captured, under delayed scaling.
+        """
+        if member.has_cast(weight, cast):
+            return
+        is_captured = _C.HostSteps.is_noting()
+        if is_captured and self.is_delayed:  # it would count as recorded, of which replays know nothing
+            raise RuntimeError(
+                "te_graph.Linear: expected a layer that has one weight from its call in a checkpoint to the backward, "
+                "which computes it again, in what is captured under delayed scaling, got one that was called with "
+                "another weight in between (torch.func.functional_call): call it so behind the backward, or outside "
+                "of the capture, or use te_graph.Float8CurrentScaling"
+            )
+        mark = _C.WeightMark(weight)
+        if self.is_delayed:
+            with torch.inference_mode(False), torch.no_grad():
+                member.block.weight_scale[member.number : member.number + 1].copy_(cast.scale)
+            repeat_casts_([(member, weight)], are_recorded=False)
+        else:
+            cast_weights_([(member, weight)], self.recipe, self.group, records_amax=False)
+        if is_captured:
+            member.note_captured_cast(weight, False, cast.number)
+            return
+        member.note_cast(mark, cast.has_recorded_amax, _C.CastDone(self.device), cast.number)
 
 
 def _repeats(member: Member, weight: Tensor, records_amax: bool, is_captured: bool) -> bool:
