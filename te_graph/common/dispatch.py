@@ -78,8 +78,14 @@ def place_of(tensor: Tensor) -> tuple:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """True when ``tensor`` [...] is strided, hence has one storage."""
-    return tensor.layout == torch.strided
+    """True when ``tensor`` [...] is strided, hence has one storage. Nested ones may say that they are, and have no
+    sizes."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def layout_name(tensor: Tensor) -> str:
+    """What messages call the layout of ``tensor`` [...]."""
+    return "nested" if tensor.is_nested else str(tensor.layout)
 
 
 def is_shape_of_zero(tensor: Tensor) -> bool:

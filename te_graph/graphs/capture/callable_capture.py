@@ -24,6 +24,7 @@ from te_graph.graphs.capture.capture_checks import (
     check_escapes,
     check_forms,
     check_made,
+    check_nested,
     check_use,
     checked_results,
     forms_of,
@@ -204,6 +205,7 @@ class CallableCapture:
         check_escapes(self.label, self.root, self._sources, self.watch)
         for each, work in zip(self.rounds, works, strict=True):
             each.check(self.label, self.walker.obstacle, self._sources, work)
+        check_nested(self.label, self.watch)
         check_devices(self.label, self.group.device, self._sources, self.watch)
         try:
             self.callable_guard = build_callable_guard(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.common.dispatch import is_strided, storage_key
+from te_graph.common.dispatch import is_strided, layout_name, storage_key
 from te_graph.graphs.arguments.signature import ResultNest, subclass_of
 from te_graph.graphs.capture.results import ResultLayout
 from te_graph.graphs.guards.sources import Source, TensorReader, walk
@@ -66,8 +66,8 @@ def checked_results(label: str, result: Any, sources: Iterable[Source]) -> tuple
 
 def _check_results(label: str, results: list[Tensor]) -> None:
     for number, tensor in enumerate(results):
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{label}: expected dense results, got result {number} of layout {tensor.layout}")
+        if not is_strided(tensor):
+            raise TypeError(f"{label}: expected dense results, got result {number} of layout {layout_name(tensor)}")
         if kind := subclass_of(tensor):
             raise TypeError(f"{label}: expected result {number} to be a torch.Tensor, got a {kind}")
         if tensor.retains_grad and not tensor.is_leaf:
@@ -123,6 +123,12 @@ def check_use(label: str, names: list[str], samples: list[Tensor], watch: Tensor
                 f"{label}: {name} requires a gradient but does not contribute to the results; pass "
                 "allow_unused_input=True if that is meant"
             )
+
+
+def check_nested(label: str, watch: WarmUpWatch) -> None:
+    """Raise CaptureError if a callable uses nested tensors. CUDA need not tell: their sizes lie on the host."""
+    if watch.nested is not None:
+        raise CaptureError(f"{label}: {watch.nested}")
 
 
 def check_devices(label: str, device: torch.device, sources: Iterable[Source], watch: WarmUpWatch) -> None:

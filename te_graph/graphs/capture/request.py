@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
+from te_graph.common.dispatch import is_strided, layout_name
 from te_graph.graphs.arguments.signature import Signature, subclass_of
 from te_graph.graphs.capture.call_form import parameters_of
 from te_graph.graphs.capture.options import Options
@@ -101,8 +102,8 @@ def sample_of(
     there and such that a replay can take them."""
     signature, tensors = Signature.of(label, args, kwargs)
     for name, tensor in zip(signature.distinct_names, tensors, strict=True):
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
+        if not is_strided(tensor):
+            raise ValueError(f"{label}: expected sample {name} to be dense, got layout {layout_name(tensor)}")
         if tensor.has_names():
             raise ValueError(f"{label}: expected sample {name} without names of dimensions, got {tensor.names}")
         if not tensor.is_meta and not _C.has_memory(tensor):

@@ -16,7 +16,7 @@ from te_graph import _C
 from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
-from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
+from te_graph.common.dispatch import has_lost_history, is_leaf, is_strided, layout_name, storage_key
 from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.kept_state import state_kept
 from te_graph.common.replay_checks import collecting_checks
@@ -75,6 +75,8 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     watch, grads, code = RegionWatch(), GradUses(), CodeWatch()
     with capturing(), grads, watch, code:
         result = make_call(call)
+    if watch.nested is not None:
+        return result, f"{watch.nested}"
     walker.note(code)
     used = {*watch.externals, *watch.produced_storages}
     sources = walker.explore(_reader_of(call))
@@ -299,8 +301,8 @@ class _Attempt:
         self, number: int, tensor: Tensor, sources: list[GuardedSource], function_guard: FunctionGuard
     ) -> Tensor | FoundResult | Alias:
         name = f"result {number}"
-        if tensor.layout != torch.strided:
-            raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
+        if not is_strided(tensor):
+            raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {layout_name(tensor)}")
         key = storage_key(tensor)
         known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
         source = next((one for one in known if one.obj is tensor), None)
@@ -329,7 +331,7 @@ class _Attempt:
         """Refuse a result [...] with an attribute that the next replay overwrites: nothing would tell autograd."""
         borne = {"grad": tensor.grad if is_leaf(tensor) else None, **vars(tensor)}
         for attribute, value in borne.items():
-            within = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.layout == torch.strided)
+            within = (one for one in tree_leaves(value) if isinstance(one, Tensor) and is_strided(one))
             if any(storage_key(one) in self.watch.produced_storages for one in within):
                 raise CaptureError(
                     f"{self._label}: {name} has an attribute {attribute} with a tensor that the function computed, "

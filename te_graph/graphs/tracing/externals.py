@@ -28,6 +28,7 @@ from te_graph.common.dispatch import (
     written_tensors,
 )
 from te_graph.graphs.tracing.host_access import MemoryWatch
+from te_graph.graphs.tracing.refusals import IS_NESTED, Refusal, uses_nested
 from te_graph.graphs.tracing.source_lines import user_site
 
 _NO_HOOKS = "support saved tensor hooks"  # says torch of some transforms
@@ -79,6 +80,7 @@ class TensorWatch(AsWrittenMode):
     Attributes:
         externals: storage identity -> External, in order of first use. The storages are kept alive.
         mutated_owned: storage identity -> (op, site) of the first write to a tensor in ``owned``.
+        nested: the first use of nested tensors, if any, which no graph can hold.
     """
 
     supports_higher_order_operators = True
@@ -88,6 +90,7 @@ class TensorWatch(AsWrittenMode):
         self._restorable = restorable
         self.externals: dict[int, External] = {}
         self.mutated_owned: dict[int, tuple[str, str]] = {}
+        self.nested: Refusal | None = None
         # Weak references pin the identity of a storage (no later storage gets the same one) but not its memory.
         self._owned = {storage_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
         self._produced: dict[int, StorageWeakRef] = {}
@@ -174,6 +177,8 @@ class TensorWatch(AsWrittenMode):
         kwargs = kwargs or {}
         if has_subclass(types):
             return NotImplemented
+        if self.nested is None and uses_nested(func, args, kwargs):
+            self.nested = Refusal(str(func), IS_NESTED, user_site())
         written, not_ours = dict[int, bool](), set[int]()
         if is_operator(func):
             not_ours = belongs_to_torch(func, args, kwargs)

@@ -126,7 +126,7 @@ class MemoryWatch(MethodWatch):
 
 def _lies_there(tensor: Tensor, data: Any) -> bool:
     """Whether ``data`` [...] has the memory of ``tensor`` [...], as where ``module.to()`` changes nothing."""
-    is_plain = isinstance(data, Tensor) and all(is_strided(one) and not one.is_nested for one in (tensor, data))
+    is_plain = isinstance(data, Tensor) and all(map(is_strided, (tensor, data)))
     return is_plain and place_of(tensor) == place_of(data)
 
 

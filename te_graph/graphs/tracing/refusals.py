@@ -31,6 +31,10 @@ READS_HOST_TENSOR = (
     "operation at all: make it a tensor on the device"
 )
 _SHAPE_FOLLOWS_DATA = "the shape of its result depends on data, and a graph's shapes are fixed"
+IS_NESTED = (
+    "the sizes of nested tensors are data on the host, and a graph's shapes are fixed: use padded ones "
+    "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
+)
 _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are fixed"
 LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
 BUILDS_ON_HOST = "it copies Python data to the device, and a graph holds the work of the device alone: make it before"
@@ -222,6 +226,8 @@ def reason_for_no_graph(func: Any, args: tuple, kwargs: dict, device: torch.devi
         return "it is a higher-order operator, whose branches and loops a graph does not follow"
     if base_name(func) in MOVING:
         return _MOVES_STORAGE
+    if uses_nested(func, args, kwargs):
+        return IS_NESTED
     if torch.Tag.data_dependent_output in func.tags:
         return READS_VALUE + " (.item(), bool(), int(), float(), a comparison of whole tensors)"
     if _shape_follows_data(func, args, kwargs):
@@ -239,9 +245,17 @@ def reason_to_refuse_tensors(tree: Any) -> str | None:
     for tensor in tensors_in(tree):
         if tensor.device.type != "cpu" and not is_shape_of_zero(tensor):
             return f"{LEAVES_DEVICE} (expected tensors on cpu, got one on {tensor.device})"
+        if tensor.is_nested:
+            return IS_NESTED
         if not is_strided(tensor):
             return f"expected dense (strided) tensors, got one of layout {tensor.layout}"
     return None
+
+
+def uses_nested(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call takes nested tensors, or makes some, or looks whether some can be made: its name tells that."""
+    is_named = is_operator(func) and "nested" in base_name(func)
+    return is_named or any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
 def _shape_follows_data(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:

@@ -25,8 +25,7 @@ class TensorState:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        is_plain = is_strided(tensor) and not tensor.is_nested
-        self._lies_somewhere = is_plain and not has_subclass([type(tensor)])
+        self._lies_somewhere = is_strided(tensor) and not has_subclass([type(tensor)])
         self._requires_grad: bool | None = None
         self._hooks: dict[str, tuple[dict | None, dict]] = {}
         with bypass_modes(), torch.no_grad():
