@@ -36,6 +36,7 @@ _ON_MISMATCH = ("capture", "eager", "raise")
 _MAX_ENTRIES = 8
 _MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _CALLS_BEFORE_WARNING = 4  # calls in a row, after which the log says why
+_LONG_WALK_SECONDS = 1.0  # where a walk takes longer, misses are looked at until then
 _MAX_WAIT_SECONDS = 5.0  # that a call waits for a replay on another thread
 _ADVICE = {
     " changed from ": "a number that changes at every call must be a tensor (of an optimizer with fused=True or "
@@ -176,8 +177,7 @@ class GraphedFunction(Inlined):
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             times = f"{_CALLS_BEFORE_WARNING} times in a row"
             self._warn_once(f"has run eagerly {times}, the last time since {change}{''.join(advice)}")
-        is_looked_at_seldom = self._calls_since_replay > _MAX_MISSES or self._walker.has_too_many_sources
-        if is_looked_at_seldom and self._calls_since_replay % _MAX_MISSES:
+        if not self._is_looked_at():
             return self._run(call, reason)
         with self._python():
             result, entry = run_first(self._label, call, self._walker)
@@ -188,6 +188,15 @@ class GraphedFunction(Inlined):
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
+
+    def _is_looked_at(self) -> bool:
+        """Whether this call is watched, so that a next one like it is captured: of many that were like none before, few
+        are; where that takes long, ever fewer."""
+        calls = self._calls_since_replay
+        if self._walker.seconds > _LONG_WALK_SECONDS:
+            return calls <= _CALLS_BEFORE_WARNING or calls.bit_count() == 1  # powers of two
+        is_seldom = calls > _MAX_MISSES or self._walker.has_too_many_sources
+        return not (is_seldom and calls % _MAX_MISSES)
 
     def _run(self, call: Call, reason: str) -> Any:
         self._eager_calls.add(reason)

@@ -229,6 +229,21 @@ def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
     assert captures(scale) == 1
 
 
+def test_who_is_called_in_vain_and_takes_long_to_look_at_stops_sooner(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_graph.graphs.functions.graphed._LONG_WALK_SECONDS", 0.0)
+    looked: list[int] = []
+    explore = SourceWalker.explore
+    monkeypatch.setattr(SourceWalker, "explore", lambda *args, **given: looked.append(1) or explore(*args, **given))
+    scale, x = graphed(lambda t, by: t * by), torch.ones(2, device=device)
+    for by in range(70):
+        assert_bitwise_equal(scale(x, float(by)), x * by)
+    assert len(looked) == 2 * (4 + 4)  # the first calls, the 8th, 16th, 32nd and 64th
+    assert_bitwise_equal(called(scale, 60, x, 3.0), x * 3)
+    assert captures(scale) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ class SourceWalker:
     Attributes:
         names: that the code says, as far as is known.
         has_too_many_sources: the last walk met more than can be compared.
+        seconds: that it took.
         obstacle: why a guard cannot compare all that the last walk has met; empty if it can.
     """
 
@@ -36,6 +38,7 @@ class SourceWalker:
         self._seen_to_run: dict[types.FunctionType, None] = {}
         self._at_sources: list[weakref.ref[types.FunctionType]] = []
         self.has_too_many_sources = False
+        self.seconds = 0.0
         self.obstacle = ""
 
     @property
@@ -80,7 +83,7 @@ class SourceWalker:
                 in ways that it does not follow.
             learns: the names found stay known. A reader that takes all attributes meets code that does not run.
         """
-        names, elsewhere = self.names, []
+        names, elsewhere, start = self.names, [], time.perf_counter()
         while True:
             sources = list(itertools.islice(walk(reader_of(names, elsewhere)), _MAX_SOURCES))
             has_too_many = len(sources) == _MAX_SOURCES
@@ -100,6 +103,7 @@ class SourceWalker:
             # By more names a path may lead to what had none: walks that begin with these names find the same sources.
             names, elsewhere = more, [*elsewhere, *missing] if more == names else []
         self._at_sources = [*map(weakref.ref, functions)]
+        self.seconds = time.perf_counter() - start
         self.obstacle = too_many(elsewhere)
         if has_too_many:
             self.obstacle = f"{sources[-1].name or 'the function'} refers to more than {_MAX_SOURCES} sources"
