@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class FP8Layer(ReadyForCapture):
                 member_of(self, region, is_free and torch.is_grad_enabled())
         for member in (self.fp8, self.fp8_evaluated):
             if member is not None and weight is not None and member.fits(weight):
+                member.own_weight = weakref.ref(weight)
                 member.scope.cast_weights(member, records_amax=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Member(OwnObject):
         recorded_mark: of the weight, when its amax was last recorded, here or as a loaded state says; None: that is not
             known.
         recorded_number: of that cast (``WeightCast``), if it was made here.
+        own_weight: of the module, before what is captured may have put another one in its place.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -97,6 +98,7 @@ class Member(OwnObject):
         self._module = weakref.ref(module)
         self.recorded_mark: _C.WeightMark | None = None
         self.recorded_number: int | None = None
+        self.own_weight: weakref.ref[Tensor] | None = None
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None

@@ -67,7 +67,9 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
         return _member_to_evaluate(module, scope, weight)
     _refuse_first_call_in_capture(weight.device)
     moved = _state_to_move(module, weight)
+    before = member or module.fp8_evaluated
     module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
+    module.fp8.own_weight = None if before is None else before.own_weight
     if moved is not None:
         with torch.no_grad():
             module.fp8.load_(moved)
@@ -94,6 +96,20 @@ def check_captured_weight(module: FP8Module, records_amax: bool) -> None:
         raise RuntimeError(
             f"te_graph.Linear: expected a weight that is a parameter, got {computed}, in the first call of its layer "
             "in fp8_autocast: call the model once in it before the capture"
+        )
+
+
+def check_own_weight(member: Member, weight: Tensor) -> None:
+    """Refuse to capture a call that trains with a ``weight`` [out, in] or [in, out] under delayed scaling which is not
+    that of the module: before a replay that one is cast and recorded. Behind a call with that one the graph does so
+    with others, where it calls the layer with them."""
+    own = None if member.own_weight is None else member.own_weight()
+    if own is not None and own is not weight and not member.products.is_noted():
+        raise RuntimeError(
+            "te_graph.Linear: expected the weight that the layer had before the capture, since delayed scaling casts "
+            "and records it before each replay, got another tensor, as torch.func.functional_call gives it or what is "
+            "captured computes or sets: give the layer that weight before, use te_graph.Float8CurrentScaling, or leave "
+            "the layer eager"
         )
 
 

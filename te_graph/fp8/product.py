@@ -14,7 +14,7 @@ from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, note_call
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.member import Member
-from te_graph.fp8.membership import check_captured_weight, member_of
+from te_graph.fp8.membership import check_captured_weight, check_own_weight, member_of
 from te_graph.fp8.recipes import DelayedScaling
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import Role
@@ -89,9 +89,12 @@ class PreparedCall:
             # weight may be another tensor each time, as one that a hook computes.
             member.scope.cast_again(member, weight, self.first.weight_cast)
             return
+        records_in_graph = _C.HostSteps.is_noting() and self.records_amax and member.scope.is_delayed
+        if records_in_graph:
+            check_own_weight(member, weight)
         if not member.products.is_cast(weight, self.records_amax):
             member.scope.cast_weights(member, self.records_amax)
-        if _C.HostSteps.is_noting() and self.records_amax and member.scope.is_delayed:
+        if records_in_graph:
             member.recorded_mark = _C.WeightMark(weight)  # before each replay, or in it
 
     def scale(self) -> Tensor | None:

@@ -1,5 +1,5 @@
 """Weights that are computed: when they are read, which FP8 refuses, or by hooks before each call, as prune does, which
-graphs hold under current scaling."""
+graphs hold under current scaling, or given by functional_call."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensor_lists import same_bits
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from twins import gradients_of
 
@@ -171,3 +172,57 @@ def test_a_weight_that_is_computed_inside_a_graph_is_in_nobodys_way(device: str)
     with tg.fp8_autocast(recipe=RECIPE):
         other(x).sum().backward()
     assert layer.get_extra_state().shape == (3, 1032)
+
+
+class Given(nn.Module):
+    """A layer that gets another parameter as its weight, or a view of one."""
+
+    def __init__(self, is_flat: bool) -> None:
+        super().__init__()
+        self.layer = tg.Linear(WIDTH, WIDTH, bias=False)
+        values = self.layer.weight.detach() * 0.5
+        self.given = nn.Parameter(values.flatten() if is_flat else values)
+        self.layer.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self.layer, {"weight": self.given.view(WIDTH, WIDTH)}, (x,))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, tg.Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize("calls_before", [False, True])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_weights_that_are_given_are_captured_or_refused_by_name(
+    device: str, recipe: object, calls_before: bool, is_flat: bool
+) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = Given(is_flat).to(device)
+        static, parameter = torch.randn(8, WIDTH, device=device), model.given
+        parameter.grad = torch.zeros_like(parameter)
+
+        def step(model: nn.Module = model, static: Tensor = static) -> Tensor:
+            with tg.fp8_autocast(recipe=recipe):
+                loss = model(static).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        if calls_before:
+            step()
+            parameter.grad.zero_()
+        call = tg.graphed(step) if is_graphed else step
+        if is_graphed and recipe is RECIPE:
+            message = "expected the weight that the layer had before the capture.*functional_call"
+            with pytest.raises(RuntimeError, match=message):
+                for _ in range(2):  # the first one is eager
+                    call()
+            return
+        losses = []
+        for _ in range(4):
+            losses.append(call().clone())
+            with torch.no_grad():
+                parameter -= parameter.grad
+        results.append([*losses, parameter.detach(), parameter.grad])
+        if is_graphed:
+            assert call.info()["forward_replays"] >= 3
+    assert_bitwise_equal(*results)
