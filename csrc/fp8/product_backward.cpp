@@ -32,7 +32,9 @@ void ProductBackward::release() {
 at::Tensor ProductBackward::unpack_weight_t() {
     constexpr const char* kOtherCast =
         "te_graph.Linear: the weight was cast again between this forward and its backward (it changed, or another "
-        "recipe or the optimizer came in between), and there is one cast of a weight: run the backward before";
+        "recipe or the optimizer came in between, or it is a new tensor at each call, as hooks of "
+        "torch.nn.utils.prune, weight_norm and spectral_norm or torch.func.functional_call give it), and there is one "
+        "cast of a weight: run the backward before, or call the layer once with all inputs";
     at::Tensor weight_t;
     try {
         weight_t = saved_[0].unpack();

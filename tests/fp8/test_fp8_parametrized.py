@@ -174,6 +174,20 @@ def test_a_weight_that_is_computed_inside_a_graph_is_in_nobodys_way(device: str)
     assert layer.get_extra_state().shape == (3, 1032)
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, tg.Float8CurrentScaling()], ids=["delayed", "current"])
+def test_two_forwards_of_a_pruned_layer_before_one_backward_are_refused_by_name(device: str, recipe: object) -> None:
+    layer = tg.Linear(WIDTH, WIDTH, device=device)
+    prune.l1_unstructured(layer, "weight", 0.3)
+    x, other = (torch.randn(5, WIDTH, device=device, requires_grad=True) for _ in range(2))
+    with tg.fp8_autocast(recipe=recipe):
+        loss = (layer(x) - layer(other)).square().mean()
+    with pytest.raises(RuntimeError, match=r"is a new tensor at each call, as hooks of torch\.nn\.utils\.prune"):
+        loss.backward()
+    with tg.fp8_autocast(recipe=recipe):
+        layer(torch.cat((x, other))).square().mean().backward()
+    assert x.grad.any()
+
+
 class Given(nn.Module):
     """A layer that gets another parameter as its weight, or a view of one."""
 
