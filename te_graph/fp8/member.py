@@ -251,7 +251,7 @@ class Member(OwnObject):
         for role in Role if length else ():
             history, scale = self.history(role)
             state[role, 2:3] = scale
-            state[role, _LARGEST] = self._largest(role) * (history[1:].any() | (scale[0] != 1))
+            state[role, _LARGEST] = self._largest(role) * self._is_given(role)
             if self._is_due(role):
                 state[role, _DUE] = _IS_DUE
             state[role, _HEADER : _HEADER + length] = history
@@ -337,6 +337,12 @@ class Member(OwnObject):
         """Number of the format of casts with ``role``."""
         formats = self.scope.recipe.fp8_format
         return torch.finfo(formats.backward_dtype if role == Role.GRAD else formats.forward_dtype).max
+
+    def _is_given(self, role: Role) -> Tensor:
+        """Whether an amax has given the scale, [] bool; infinite ones leave it at 1. Of a scale of 1 that is known for
+        as long as the amax that gives it is in the history, which of length 1 has none but the newest."""
+        history, scale = self.history(role)
+        return (scale[0] != 1) | (history[1:] == self._largest(role) / 2**self.scope.recipe.margin).any()
 
     def _set_has_weight_scale(self, value: bool) -> None:
         self.block.has_weight_scale[self.number] = self.has_weight_scale = value

@@ -46,3 +46,29 @@ def test_a_change_of_format_keeps_gradients_in_range_and_resumes_alike(
         assert (layer.weight.grad - plain.weight.grad).norm() < 0.2 * plain.weight.grad.norm()
         gradients.append(layer.weight.grad)
     assert same_bits(*gradients)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(
+    ("amaxes", "factor"),
+    [([448.0], 128), ([448.0, float("inf")], 128), ([float("inf")], 1), ([float("inf"), 0.0], 1), ([], 1)],
+    ids=str,
+)
+def test_a_scale_of_one_follows_the_format_if_an_amax_has_given_it(
+    device: str, algorithm: str, amaxes: list[float], factor: float
+) -> None:
+    """One of 448 does, infinite ones do not."""
+    first, second = (
+        tg.DelayedScaling(amax_history_len=4, fp8_format=one, amax_compute_algo=algorithm)
+        for one in (tg.Format.E4M3, tg.Format.HYBRID)
+    )
+    layer, x = tg.Linear(WIDTH, WIDTH, device=device), torch.randn(16, WIDTH, device=device)
+    loss_of(layer, first, x)
+    for amax in amaxes:
+        with tg.fp8_autocast(recipe=first):
+            y = layer(x)
+        y.backward(torch.full_like(y, amax))
+        layer.fp8.update_if_due()
+    assert layer.get_extra_state()[2, 2] == 1
+    loss_of(layer, second, x)
+    assert layer.get_extra_state()[2, 2] == factor
