@@ -85,7 +85,8 @@ def is_strided(tensor: Tensor) -> bool:
 
 def layout_name(tensor: Tensor) -> str:
     """What messages call the layout of ``tensor`` [...]."""
-    return "nested" if tensor.is_nested else str(tensor.layout)
+    is_nested = tensor.is_nested and tensor.layout == torch.strided
+    return "nested" if is_nested else str(tensor.layout)
 
 
 def is_shape_of_zero(tensor: Tensor) -> bool:
