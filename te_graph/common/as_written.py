@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,6 +69,10 @@ class AsWrittenMode(TorchDispatchMode):
     def ignore_compile_internals(self) -> bool:
         """What torch asks of a mode before it compiles, or runs what is compiled."""
         return self._runs_compiled
+
+    def note_plan(self, writes: Sequence[Tensor]) -> None:
+        """A ``MultiTensorPlan`` is about to compute, which writes ``writes`` [...] and names none of its tensors to the
+        dispatcher."""
 
     def __enter__(self) -> AsWrittenMode:
         if not self._runs_compiled:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.utils._python_dispatch import _get_dispatch_stack_at
 
 from te_graph import _C
 from te_graph.common.as_written import AsWrittenMode
+from te_graph.common.dispatch import dispatch_modes
 from te_graph.common.replay_checks import is_collecting
 
 
@@ -19,8 +19,7 @@ class RecordingMode(AsWrittenMode):
 
 def is_recording() -> bool:
     """True while this thread is inside ``Recorder.capture()``."""
-    depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and any(isinstance(_get_dispatch_stack_at(level), RecordingMode) for level in range(depth))
+    return any(isinstance(mode, RecordingMode) for mode in dispatch_modes())
 
 
 def is_capturing() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_dispatch_stack_at
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -31,6 +32,11 @@ def function_modes() -> Sequence[Any]:
     """The function modes of this thread, outermost first; ``with torch.device(...)`` is one."""
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)] if count else ()
+
+
+def dispatch_modes() -> Sequence[Any]:
+    """The dispatch modes of this thread, outermost first."""
+    return [_get_dispatch_stack_at(level) for level in range(torch._C._len_torch_dispatch_stack())]
 
 
 def is_in_backward() -> bool:

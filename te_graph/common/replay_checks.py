@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 
-from torch import Tensor
-
-
-@dataclass
-class _Collection:
-    """What a ``graphed()`` capture gets from what it uses: checks, and a function to call before writes."""
-
-    checks: list[Callable[[], None]]
-    on_write: Callable[[Tensor], None]
+_checks: ContextVar[list[Callable[[], None]] | None] = ContextVar(
+    "of the graphed() capture on this thread", default=None
+)
 
 
-_collection: ContextVar[_Collection | None] = ContextVar("of the graphed() capture on this thread", default=None)
-
-
-def before_replay(check: Callable[[], None], writes: Callable[[], Sequence[Tensor]] = tuple) -> None:
+def before_replay(check: Callable[[], None]) -> None:
     """Called by something that a ``graphed()`` capture uses: run ``check`` before each replay of what is captured.
 
     What it raises reaches the caller of the graphed function, and nothing is replayed. The capture keeps ``check``
@@ -29,28 +19,23 @@ def before_replay(check: Callable[[], None], writes: Callable[[], Sequence[Tenso
 
     Args:
         check: takes nothing, raises if a replay would be wrong.
-        writes: names the tensors, [...] each, that it is about to write without naming them to the dispatcher. A
-            recorder runs what it captures, and puts these back.
     """
-    collection = _collection.get()
-    if collection is not None:
-        collection.checks.append(check)
-        for tensor in writes():
-            collection.on_write(tensor)
+    checks = _checks.get()
+    if checks is not None:
+        checks.append(check)
 
 
 @contextlib.contextmanager
-def collecting_checks(on_write: Callable[[Tensor], None]) -> Iterator[list[Callable[[], None]]]:
-    """Around the capture of one ``graphed()`` function: the list of what ``before_replay`` was given inside.
-    ``on_write`` gets the tensors, [...] each, before they are written."""
-    collection = _Collection([], on_write)
-    token = _collection.set(collection)
+def collecting_checks() -> Iterator[list[Callable[[], None]]]:
+    """Around the capture of one ``graphed()`` function: the list of what ``before_replay`` was given inside."""
+    checks: list[Callable[[], None]] = []
+    token = _checks.set(checks)
     try:
-        yield collection.checks
+        yield checks
     finally:
-        _collection.reset(token)
+        _checks.reset(token)
 
 
 def is_collecting() -> bool:
     """True, on this thread, inside the capture of a ``graphed()`` function."""
-    return _collection.get() is not None
+    return _checks.get() is not None

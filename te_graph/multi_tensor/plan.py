@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.capture_state import is_captured
+from te_graph.common.as_written import AsWrittenMode
+from te_graph.common.capture_state import is_captured, is_capturing, is_recording
+from te_graph.common.dispatch import bypass_modes, dispatch_modes
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands
@@ -23,8 +27,9 @@ class MultiTensorPlan(Uncopyable):
     each of them. A captured call works on the tensors that the table names when it is replayed: ``update`` exchanges
     them between replays, without a new capture.
 
-    The plan does not own its tensors. Before each op it looks whether they still exist where they were. Copying or
-    pickling it is a TypeError.
+    The plan does not own its tensors. Before each op it looks whether they still exist where they were, and so do
+    replays of ``graphed`` functions; ``make_graphed_callables``, whose replays do not, refuses it. Copying or pickling
+    it is a TypeError.
 
     Args:
         tensors: [...] each, on one device, without gaps in memory and without overlap; float32, float64, float16 and
@@ -35,6 +40,7 @@ class MultiTensorPlan(Uncopyable):
         ValueError: an empty list, tensors on several devices, with gaps, overlapping, or with the negative bit; sources
             that do not fit or overlap tensors. From the methods: a number or flag that lies in one of the lists;
             ``zero_source`` with sources that overlap.
+        RuntimeError: made in a capture.
         TypeError: dtypes other than the above; tensors that wrap others, such as DTensors.
         NotImplementedError, from methods that write: a tensor that is a result that requires a gradient, in grad mode,
             as nothing is recorded. From all: a tensor or source with a tangent.
@@ -45,9 +51,18 @@ class MultiTensorPlan(Uncopyable):
     """
 
     def __init__(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
-        self._plan = _C.Plan(as_sequence(_NAME, "tensors", tensors), as_sequence(_NAME, "sources", sources))
+        if is_recording() or _C.is_stream_capturing(None):
+            raise RuntimeError(
+                f"{_NAME}: expected to be made before a capture, whose replays would not make it anew: make it outside "
+                "and use it inside"
+            )
+        # What watches the first call of something that is captured later is to see the tables, not how they are made.
+        with bypass_modes() if is_capturing() else contextlib.nullcontext():
+            self._plan = _C.Plan(as_sequence(_NAME, "tensors", tensors), as_sequence(_NAME, "sources", sources))
         # Where a capture that uses the plan finds what it reads.
         self._device_memory = (self._plan.table, self._plan.chunks, self._plan.partial)
+        for memory in self._device_memory if is_capturing() else ():
+            torch.ops.aten.lift_fresh(memory)  # as what is built from Python data
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -216,8 +231,8 @@ class MultiTensorPlan(Uncopyable):
         self._plan.accumulate_(store, zero_source, scale, sum_squares, found_inf, noop)
 
     def _before_replay(self, writes_tensors: bool = False, writes_sources: bool = False) -> None:
-        """Let ``graphed()``, if it captures this, look at the tensors before each replay as each op does."""
-        before_replay(
-            functools.partial(self._plan.check, writes_tensors, writes_sources),
-            functools.partial(self._plan.tensors, writes_tensors, writes_sources),
-        )
+        """Tell captures what an op uses: the table names it, not the op."""
+        for mode in dispatch_modes():
+            if isinstance(mode, AsWrittenMode):
+                mode.note_plan(self._plan.tensors(writes_tensors, writes_sources))
+        before_replay(functools.partial(self._plan.check, writes_tensors, writes_sources))

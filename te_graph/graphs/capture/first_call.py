@@ -15,7 +15,7 @@ from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.host_access import MethodWatch
-from te_graph.graphs.tracing.refusals import READS_VALUE, host_access
+from te_graph.graphs.tracing.refusals import READS_VALUE, host_access, refuse_plan
 
 # They take shape, dtype and device from a tensor, and no value.
 _LIKE = frozenset(
@@ -58,6 +58,9 @@ class FirstCallWatch(TensorWatch):
         super().__exit__(*failure)
         reads, self._reads = self._reads, None
         reads.__exit__(*failure)
+
+    def note_plan(self, writes: Sequence[Tensor]) -> None:
+        refuse_plan()
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

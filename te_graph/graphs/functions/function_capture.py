@@ -150,7 +150,7 @@ def _capture(
             _make_workspace(first.device)
         with (
             backend.watch_generator(first.label),
-            collecting_checks(attempt.watch.keep) as checks,
+            collecting_checks() as checks,
             backend.capture(pool) as graph,
             attempt.watched(),
             own_casts(),

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ class StepWatch(TensorWatch):
     def keep(self, tensor: Tensor) -> None:
         self._check_change(tensor, self._op)
         self.keep_value(tensor)
+
+    def note_plan(self, writes: Sequence[Tensor]) -> None:
+        for tensor in writes:
+            self._check_change(tensor, "MultiTensorPlan")
+        super().note_plan(writes)
 
     def note_exchange(self, tensor: Tensor) -> None:
         self._check_change(tensor, "tensor.data = ...")

@@ -42,6 +42,7 @@ from te_graph.graphs.tracing.refusals import (
     is_about_captures,
     reason_for_no_graph,
     reason_to_refuse,
+    refuse_plan,
 )
 from te_graph.graphs.tracing.source_lines import BACKWARD, site_of, user_site
 
@@ -117,6 +118,9 @@ class WarmUpWatch(TensorWatch):
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         self._methods.__exit__(*failure)
+
+    def note_plan(self, writes: Sequence[Tensor]) -> None:
+        refuse_plan()
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -237,6 +237,10 @@ class TensorWatch(AsWrittenMode):
     def note_exchange(self, tensor: Tensor) -> None:
         """That ``tensor`` [...] gets other memory."""
 
+    def note_plan(self, writes: Sequence[Tensor]) -> None:
+        for tensor in writes:
+            self._note_export(tensor)
+
     def keep(self, tensor: Tensor) -> None:
         """What is done before a write to ``tensor`` [...]."""
         self.keep_value(tensor)

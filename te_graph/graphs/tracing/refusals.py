@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -96,6 +96,19 @@ class Refusals:
         message = str(Refusal(operation, reason, user_site(), advice()))
         self.first = self.first or message
         return CaptureError(message)
+
+
+def refuse_plan() -> NoReturn:
+    """Refuse that a callable computes with a ``MultiTensorPlan``.
+
+    Raises:
+        CaptureError: names the user's present line.
+    """
+    reason = (
+        "replays of callables do not look whether its tensors are where they were: give the list itself to te_graph's "
+        "functions (te_graph.clip_tensors_by_global_norm), or capture it by te_graph.graphed"
+    )
+    raise CaptureError(str(Refusal("MultiTensorPlan", reason, user_site())))
 
 
 def is_about_captures(error: Exception) -> bool:

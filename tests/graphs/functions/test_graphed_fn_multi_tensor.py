@@ -173,3 +173,68 @@ def test_a_list_that_an_op_reads_is_guarded_like_any_other(device):
         assert same_bits(clip(tensors, 1.0), total) and all_same_bits(tensors, expected)
         tensors[0].normal_()
     assert captures(clip) == 2
+
+
+def test_a_plan_that_each_call_makes_is_refused_by_name(device):
+    tensors, half = random_list((10,), [torch.float32], device), torch.full((), 0.5, device=device)
+
+    def shrink(*_: Tensor) -> Tensor:
+        tg.MultiTensorPlan(tensors).scale_(half)
+        return half + 1
+
+    words = "MultiTensorPlan: expected to be made before a capture.* make it outside"
+    step = tg.graphed(shrink)
+    step()
+    for attempt in (step, lambda: captured_by_hand(device, shrink)):
+        before = copies(tensors)
+        with pytest.raises(RuntimeError, match=words):
+            attempt()
+        assert all_same_bits(tensors, before)
+
+
+def captured_by_hand(device, function):
+    graph = tg.Recorder() if torch.device(device).type == "cpu" else tg.create_graph()
+    with tg.capture_to_graph(graph):
+        function()
+    return graph
+
+
+def test_a_capture_by_hand_leaves_the_tensors_of_a_plan(device):
+    tensors, half = random_list((10,), [torch.float32], device), torch.full((), 0.5, device=device)
+    plan, before = tg.MultiTensorPlan(tensors), copies(tensors)
+    graph = captured_by_hand(device, lambda: plan.scale_(half))
+    assert all_same_bits(tensors, before)
+    tg.replay_graph(graph)
+    assert all_same_bits(tensors, [tensor * 0.5 for tensor in before])
+
+
+@pytest.mark.parametrize("op", [lambda plan: plan.zero_(), lambda plan: plan.norm()])
+def test_a_callable_that_computes_with_a_plan_is_refused_by_name(device, op):
+    tensors = random_list((10,), [torch.float32], device)
+    plan, before = tg.MultiTensorPlan(tensors), copies(tensors)
+
+    def call(x: Tensor) -> Tensor:  # [3]
+        op(plan)
+        return x + 1
+
+    with pytest.raises(tg.CaptureError, match=r"call: MultiTensorPlan cannot be captured: .* te_graph\.graphed"):
+        tg.make_graphed_callables(call, (torch.ones(3, device=device),))
+    assert all_same_bits(tensors, before)
+
+
+def test_a_plan_that_the_first_call_makes_is_used_by_replays(device):
+    tensors, half = random_list((10,), [torch.float32], device), torch.full((), 0.5, device=device)
+    plans = {}
+
+    @tg.graphed
+    def shrink(factor: Tensor) -> Tensor:  # []
+        if not plans:
+            plans["of all"] = tg.MultiTensorPlan(tensors)
+        plans["of all"].scale_(factor)
+        return factor + 1
+
+    for _ in range(4):
+        expected = [tensor * 0.5 for tensor in tensors]
+        shrink(half)
+        assert all_same_bits(tensors, expected)
+    assert shrink.info()["forward_replays"] > 0

@@ -74,6 +74,27 @@ def test_a_step_that_exchanges_weights_is_refused(device: str, update: Callable,
     assert_bitwise_equal(dict(model.state_dict()), values)
 
 
+def test_what_a_plan_writes_is_put_back_and_weights_are_left_to_the_training(device: str) -> None:
+    held = Held(lambda held: None)
+    model = InTurn(Block(), Block(), held).to(device)
+    before, half = held.state(), torch.full((), 0.5, device=device)
+    plan = tg.MultiTensorPlan([held.scale])
+    held.change = lambda held: plan.scale_(half)
+    tg.graph_layers(model, lambda: model(batch(device)).sum().backward(), layers=Block)
+    assert_bitwise_equal(held.state(), before)
+
+    weights = tg.MultiTensorPlan([*model.parameters()])
+
+    def step() -> None:
+        model(batch(device)).sum().backward()
+        with torch.no_grad():
+            weights.scale_(half)
+
+    with pytest.raises(RuntimeError, match=r"the step changes first\.weight \(MultiTensorPlan"):
+        tg.graph_layers(model, step)
+    assert_bitwise_equal(held.state()[1:], before[1:])
+
+
 class Clipped:
     """A training beside the model, which puts hooks on parameters in its first step."""
 
