@@ -34,14 +34,13 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
 from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.graphed_class import plain_class, set_class
-from te_graph.graphs.guards.sources import plain_call_guard
 from te_graph.graphs.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.ReplayMiss.Kind
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, _Kind.DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)  # whatever on_mismatch= says
-_CAPTURING = "inside another capture"
+_CAPTURING, _FAILED = "inside another capture", "capturing again failed: "
 # The entry that was replayed and its results, or (None, [], a reason to run eagerly).
 _Replayed = tuple[CallableEntry | None, list[Tensor], str | None]
 
@@ -231,8 +230,9 @@ class Handle(OwnObject):
         """Capture what is called; where that fails, a reason to run eagerly."""
         if repeats_fp8_calls():
             return None, [], self._fall_back(f"{self.label}: {REPEATS}")
-        if self._captures >= self._group.options.max_captures:
-            return None, [], self._fall_back(self._all_are_made(miss))
+        all_are_made = f"; max_captures={(most := self._group.options.max_captures)} are made"
+        if self._captures >= most:
+            return None, [], self._fall_back(miss.message + all_are_made)
         with contextlib.ExitStack() as alone:
             try:
                 check_circumstances(self._group.device)
@@ -241,7 +241,7 @@ class Handle(OwnObject):
                     return None, [], self._fall_back(reason)
                 alone.enter_context(capture_lock())
             except Exception as error:  # of the arguments, which costs little
-                return None, [], self._fall_back(f"{miss.message}; {self._failure(error)}")
+                return None, [], self._fall_back(f"{miss.message}; {_FAILED}{self._without_label(str(error))}")
             # Meanwhile another thread may have captured it, or tried to.
             entry = self._entry
             found = entry.replay(root, args, kwargs)
@@ -251,14 +251,11 @@ class Handle(OwnObject):
                 return entry, found, None
             if not self._is_mended_by_capture(found):
                 return self._replay_otherwise(found, root, args, kwargs)
-            if self._captures >= self._group.options.max_captures:
-                return None, [], self._fall_back(self._all_are_made(found))
+            if self._captures >= most:
+                return None, [], self._fall_back(found.message + all_are_made)
             if reason := self._refusal(found, sample, args, kwargs):
                 return None, [], self._fall_back(reason)
             return self._capture_alone(found, root, sample, args, kwargs)
-
-    def _all_are_made(self, miss: _C.ReplayMiss) -> str:
-        return f"{miss.message}; max_captures={self._group.options.max_captures} are made"
 
     def _refusal(self, miss: _C.ReplayMiss, sample: tuple, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why a call like earlier ones is not captured, if so."""
@@ -275,7 +272,8 @@ class Handle(OwnObject):
         try:
             entry = self._capture(self._group, sample, kwargs)
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            reason = f"{self.label}: {self._failure(error)}; tried because {self._without_label(miss.message)}"
+            failed, cause = (self._without_label(text) for text in (str(error), miss.message))
+            reason = f"{self.label}: {_FAILED}{failed}; tried because {cause}"
             return None, [], self._fall_back(self._refused.add(miss.message, *sample, reason))
         if miss.kind not in _OTHER_ARGUMENTS:
             self._retire(current)
@@ -313,9 +311,6 @@ class Handle(OwnObject):
             _log.warning("%s (runs eagerly)", reason)
         return self._without_label(reason)
 
-    def _failure(self, error: Exception) -> str:
-        return f"capturing again failed: {self._without_label(str(error))}"
-
     def _without_label(self, message: str) -> str:
         return message.removeprefix(f"{self.label}: ")
 
@@ -324,10 +319,8 @@ class Handle(OwnObject):
         if not torch.is_grad_enabled() or is_capturing_callables():
             return
         is_late = self._late is not None and not self._is_disabled
-        leaves = (reference() for entry in self._entries if entry.has_main_grads for reference in entry.leaves)
-        has_main_grads = is_late and self._late.has_main_grads(self._target())
-        reached = (leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
-        if has_main_grads or any(main_grad_of(leaf) is not None for leaf in reached):
+        is_refused = is_late and self._late.has_main_grads(self._target())
+        if is_refused or any(entry.adds_to_main_grads() for entry in self._entries):
             raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
 
     def _retire(self, entry: CallableEntry) -> None:
@@ -337,22 +330,18 @@ class Handle(OwnObject):
 
     def _make_current(self, entry: CallableEntry | None) -> None:
         with self._switching:  # several threads may call
-            if entry is not self._entry:
-                self._switch_to(entry)
-
-    def _switch_to(self, entry: CallableEntry | None) -> None:
-        if entry in self._others:
-            self._others.remove(entry)
-        if self._entry is not None and not self._entry.retired:
-            self._others.insert(0, self._entry)
-            self._entry.pass_over()
-        self._entry, self.fast_call = entry, None
-        if entry is not None:
-            entry.take_up()
-        is_simple = self._is_module and self._step_state is None
-        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor and not entry.computed:
-            count = len(entry.signature.tensors)
-            self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
+            if entry is self._entry:
+                return
+            if entry in self._others:
+                self._others.remove(entry)
+            if self._entry is not None and not self._entry.retired:
+                self._others.insert(0, self._entry)
+                self._entry.pass_over()
+            self._entry, self.fast_call = entry, None
+            if entry is not None:
+                entry.take_up()
+                if self._is_module and self._step_state is None:
+                    self.fast_call = entry.fast_call(self._grad_mode)
 
     def _add(self, entry: CallableEntry) -> None:
         """Take ``entry`` as the current one. A parameter that another callable uses as well goes to autograd in both,

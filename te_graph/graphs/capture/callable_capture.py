@@ -340,10 +340,8 @@ class CallableCapture:
         return static_copy(sample) if self.slots else sample
 
     def capture_backward(self, number: int, pool: Any, successor: CallableCapture | None) -> None:
-        """Capture the gradients of the forward in slot ``number``, ending in one launch that accumulates them.
-
-        Where ``successor`` reads a result in place, its gradient is read where the successor writes it.
-        """
+        """Capture the gradients of the forward in slot ``number``, ending in one launch that accumulates them. Where
+        ``successor`` reads a result in place, its gradient is read where the successor writes it."""
         slot, lent, held = self.slots[number], {}, []
         if successor is not None:
             following = successor.slots[number]

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.gradient_state import GradientState
+from te_graph.common.gradient_state import GradientState, main_grad_of
 from te_graph.graphs.arguments.signature import DiscernibleError, ResultNest, Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, Computed, current_values
+from te_graph.graphs.guards.sources import plain_call_guard
 
 _Kind = _C.ReplayMiss.Kind
 
@@ -86,6 +87,17 @@ class CallableEntry:
             return outputs[0]
         result = self.result.unflatten(outputs)
         return result if self.changed is None else result[0]
+
+    def fast_call(self, grad_mode: bool) -> Any:
+        """What a call needs that replays this without more ado; None where there is more to do."""
+        if not (self.is_flat and self.result.is_tensor) or self.computed:
+            return None
+        return _C.fast_call(self.graphed, plain_call_guard(), len(self.signature.tensors), grad_mode)
+
+    def adds_to_main_grads(self) -> bool:
+        """Whether a gradient goes to a ``main_grad``."""
+        leaves = (reference() for reference in self.leaves) if self.has_main_grads else ()
+        return any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves)
 
     def pass_over(self) -> None:
         """Note that a call replays another capture, or runs eagerly because that could not be made."""
