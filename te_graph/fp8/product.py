@@ -104,7 +104,8 @@ class PreparedCall:
         return None if self.noted_by is None else self.member.products.begin_input_cast(self.records_amax)
 
     def note(self, weight: Tensor, scale: Tensor | None) -> None:
-        """Behind the call, which waits for the cast of ``weight``: tell checkpoints; ``scale`` as above."""
+        """Tell checkpoints, behind the call, which waits for the cast of ``weight``, [out, in] or [in, out]; ``scale``
+        [1] is that of the input."""
         if self.noted_by is not None:
             first = FirstCall(self.member, scale, self.member.last_cast(weight), self.dtype)
             self.noted_by.note(self.module, first)

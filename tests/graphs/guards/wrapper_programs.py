@@ -162,6 +162,8 @@ def check(seed: int) -> None:
     scale = rng.choice([Scale, SlottedScale])(2.0)
     leaf, place = rng.choice(list(_LEAVES)), rng.choice(list(_PLACES))
     wrappers = rng.choices(list(_WRAPPERS), k=rng.choice([0, 1, 1, 2]))
+    if "weak method" in wrappers:  # with others it leads further than the 16 objects that docs/limits.md tell of
+        wrappers = ["weak method"]
     function = _LEAVES[leaf](scale)
     for wrapper in wrappers:
         function = _WRAPPERS[wrapper](function)

@@ -131,7 +131,7 @@ def masked(x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) ->
     [
         (1, (), "expected keyword argument mask, which was given at capture"),
         (1, ("mask", "bias"), "got keyword argument bias, which was not given at capture"),
-        (1, ("bias",), "expected keyword argument mask"),
+        (1, ("bias",), "got keyword argument bias, which was not given at capture"),
         (3, (), "expected 1 positional argument as at capture, got 3"),
         (0, ("mask",), "expected 1 positional argument as at capture, got 0"),
     ],
