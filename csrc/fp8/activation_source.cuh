@@ -1,6 +1,8 @@
 // Elements of activations and of their derivatives, made where they are cast.
 #pragma once
 
+#include <type_traits>
+
 #include "fp8/activation_cast.h"
 #include "fp8/cast_tile.cuh"
 
@@ -19,6 +21,8 @@ __device__ T product(T a, T b) {
     return narrow<T>(__fmul_rn(widen(a), widen(b)));
 }
 
+struct Nothing {};
+
 // Eights of y, from `position` on.
 template <typename T, bool kGated>
 struct ActivationSource {
@@ -26,7 +30,7 @@ struct ActivationSource {
     static constexpr Extra kExtra = Extra::kNone;
     struct Loaded {
         Vector<T, 8> gate;
-        Vector<T, 8> up[kGated ? 1 : 0];
+        std::conditional_t<kGated, Vector<T, 8>, Nothing> up;
     };
 
     const T* gate;
@@ -42,7 +46,7 @@ struct ActivationSource {
         Loaded loaded;
         const T* const first = gate + i * (kGated ? 2 : 1) * columns;
         loaded.gate = load_eight<kAligned>(first, end);
-        if constexpr (kGated) loaded.up[0] = load_eight<kAligned>(first + columns, end);
+        if constexpr (kGated) loaded.up = load_eight<kAligned>(first + columns, end);
         return loaded;
     }
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
@@ -50,7 +54,7 @@ struct ActivationSource {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             y.values[k] = activated(activation, loaded.gate.values[k]);
-            if constexpr (kGated) y.values[k] = product(y.values[k], loaded.up[0].values[k]);
+            if constexpr (kGated) y.values[k] = product(y.values[k], loaded.up.values[k]);
         }
         return y;
     }
@@ -63,7 +67,7 @@ struct ActivationBackwardSource {
     static constexpr Extra kExtra = Extra::kSums;
     struct Loaded {
         Vector<T, 8> dy, gate;
-        Vector<T, 8> up[kGated ? 1 : 0];
+        std::conditional_t<kGated, Vector<T, 8>, Nothing> up;
     };
 
     bool is_of_up;  // else of the gate
@@ -83,7 +87,7 @@ struct ActivationBackwardSource {
         const T* const first = gate + i * (kGated ? 2 : 1) * columns;
         loaded.dy = load_eight<kAligned>(dy + i * columns, end);
         loaded.gate = load_eight<kAligned>(first, end);
-        if constexpr (kGated) loaded.up[0] = load_eight<kAligned>(first + columns, is_of_up ? 0 : end);
+        if constexpr (kGated) loaded.up = load_eight<kAligned>(first + columns, is_of_up ? 0 : end);
         return loaded;
     }
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
@@ -98,7 +102,7 @@ struct ActivationBackwardSource {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             T dy = loaded.dy.values[k];
-            if constexpr (kGated) dy = product(dy, loaded.up[0].values[k]);
+            if constexpr (kGated) dy = product(dy, loaded.up.values[k]);
             dx.values[k] = activation_backward(activation, dy, loaded.gate.values[k]);
         }
         return dx;

@@ -114,16 +114,12 @@ at::Tensor FusedBackward::product(size_t i, StageRun& run, const CastGrad& grad,
                           stage.input_dtype, std::nullopt, false);
     }
     if (run.needs_weight) {
-        const bool swapped = products.inputs_first();
-        const at::Tensor &a = swapped ? *run.product.x_t : grad.transposed,
-                         &b = swapped ? grad.transposed : *run.product.x_t;
-        const at::Tensor& a_scale_inv = swapped ? *run.product.x_scale_inv : grad.scale_inv;
-        const at::Tensor& b_scale_inv = swapped ? grad.scale_inv : *run.product.x_scale_inv;
         if (const MaybeTensor memory = run.product.weight_memory()) {
-            gemm_out.call(*memory, a, b, a_scale_inv, b_scale_inv, std::nullopt, false,
-                          run.product.accumulates_weight());
+            gemm_out.call(*memory, grad.transposed, *run.product.x_t, grad.scale_inv, *run.product.x_scale_inv,
+                          std::nullopt, false, run.product.accumulates_weight());
         } else {
-            grad_weight = gemm.call(a, b, a_scale_inv, b_scale_inv, run.product.weight_dtype, std::nullopt, false);
+            grad_weight = gemm.call(grad.transposed, *run.product.x_t, grad.scale_inv, *run.product.x_scale_inv,
+                                    run.product.weight_dtype, std::nullopt, false);
         }
     }
     std::tie(results[stage.weight_edge()], results[stage.bias_edge()]) =
@@ -185,8 +181,11 @@ FusedBackward::CastGrad FusedBackward::norm(size_t i, const StageRun& run, Stage
         if (!is_asked_for[which]) continue;
         results[edges[which]] = memory[which] ? memory[which]->finish() : of_parameters[which];
     }
-    if (!residual_sizes_.empty()) results[kResidual] = grad_x.view(residual_sizes_);
-    if (i == 0) results[kX] = grad_x;
+    // One tensor where x and the residual have one gradient: of two views AccumulateGrad would make two .grad that have
+    // one memory.
+    const at::Tensor of_sum = has_residual_ ? grad_x.view(residual_sizes_) : grad_x;
+    if (has_residual_) results[kResidual] = of_sum;
+    if (i == 0) results[kX] = of_sum;
     return {data, transposed, scale_inv,
             before != nullptr && before->needs_bias && !before->product.bias ? sums : at::Tensor()};
 }
@@ -216,7 +215,8 @@ variable_list FusedBackward::apply(variable_list&& gradients) {
     }
     if (below.defined() && stages_[first].norm) norm(first, runs[first], nullptr, below, grad_sum, results);
     if (below.defined() && first == 0 && !stages_[0].norm) results[kX] = below;
-    if (results[kX].defined()) results[kX] = results[kX].view(x_sizes_);
+    at::Tensor& of_x = results[kX];
+    if (of_x.defined() && of_x.sizes() != at::IntArrayRef(x_sizes_)) of_x = of_x.view(x_sizes_);
     return results;
 }
 

@@ -30,8 +30,12 @@ public:
         size_t weight_edge() const { return first_edge + (norm ? 2 : 0); }
         size_t bias_edge() const { return weight_edge() + 1; }
     };
-    FusedBackward(std::vector<Stage> stages, std::vector<int64_t> x_sizes, std::vector<int64_t> residual_sizes)
-        : stages_(std::move(stages)), x_sizes_(std::move(x_sizes)), residual_sizes_(std::move(residual_sizes)) {}
+    FusedBackward(std::vector<Stage> stages, std::vector<int64_t> x_sizes,
+                  std::optional<std::vector<int64_t>> residual_sizes)
+        : stages_(std::move(stages)),
+          x_sizes_(std::move(x_sizes)),
+          has_residual_(residual_sizes.has_value()),
+          residual_sizes_(std::move(residual_sizes).value_or(std::vector<int64_t>())) {}
 
     static constexpr size_t kX = 0, kResidual = 1, kFirstOfStages = 2;
     std::vector<Stage>& stages() { return stages_; }
@@ -64,7 +68,9 @@ private:
                   const std::optional<at::Tensor>& grad_sum, torch::autograd::variable_list& results);
 
     std::vector<Stage> stages_;
-    const std::vector<int64_t> x_sizes_, residual_sizes_;
+    const std::vector<int64_t> x_sizes_;
+    const bool has_residual_;
+    const std::vector<int64_t> residual_sizes_;
     bool is_released_ = false;
 };
 

@@ -40,6 +40,22 @@ std::vector<at::Tensor> differentiable(const at::Tensor& x,          // [..., I]
     return tensors;
 }
 
+// residual: [..., H].
+void check_stages(const MaybeTensor& residual, const std::vector<FusedStage>& stages) {
+    int norms = 0;
+    for (size_t i = 0; i < stages.size(); ++i) {
+        const Producer& producer = stages[i].producer;
+        norms += std::holds_alternative<FusedNorm>(producer);
+        const bool fits =
+            i == 0 ? !std::holds_alternative<FusedActivation>(producer) : !std::holds_alternative<CastAlone>(producer);
+        TORCH_CHECK(fits, kFused,
+                    ": expected a cast alone or a norm, and then norms and activations, got another order");
+        TORCH_CHECK(!stages[i].products->inputs_first(), kFused, ": expected weights [out, in], got one [in, out]");
+    }
+    TORCH_CHECK(!stages.empty() && norms <= 1 && (norms == 1 || !residual), kFused,
+                ": expected one norm at most, and one with a residual, got ", norms);
+}
+
 // What a producer gives to its product, and keeps for the backward.
 struct Produced {
     Operand operand;
@@ -86,6 +102,7 @@ at::Tensor product_of(const FusedStage& stage, const Operand& operand, at::Scala
 std::pair<at::Tensor, at::Tensor> fused_products(const at::Tensor& x, const MaybeTensor& residual,
                                                  const std::vector<FusedStage>& stages, at::ScalarType dtype,
                                                  bool records_amax) {
+    check_stages(residual, stages);
     const std::vector<at::Tensor> inputs = differentiable(x, residual, stages);
     bool is_followed = false;
     for (const at::Tensor& input : inputs) {
@@ -108,7 +125,7 @@ std::pair<at::Tensor, at::Tensor> fused_products(const at::Tensor& x, const Mayb
 
     std::vector<FusedStageBackward> kept;
     at::Tensor input = as_matrix(x), sum;
-    bool needs_input = x.requires_grad();
+    bool needs_input = x.requires_grad(), is_sum_followed = false;
     size_t edge = FusedBackward::kFirstOfStages, stage_of_sum = 0;
     for (const FusedStage& stage : stages) {
         LinearProducts& products = *stage.products;
@@ -128,6 +145,7 @@ std::pair<at::Tensor, at::Tensor> fused_products(const at::Tensor& x, const Mayb
         if (const auto* const norm = std::get_if<FusedNorm>(&stage.producer)) {
             const MaybeTensor more = residual ? MaybeTensor(as_matrix(*residual)) : std::nullopt;
             produced = produce(*norm, input, more, fp8, scale, amax, needs_weight);
+            is_sum_followed = needs_input || requires_grad(residual);
             needs_input |= requires_grad(residual) || norm->weight.requires_grad() || requires_grad(norm->bias);
             if (residual) {
                 sum = produced.sum.view(residual->sizes());
@@ -161,15 +179,13 @@ std::pair<at::Tensor, at::Tensor> fused_products(const at::Tensor& x, const Mayb
     }
     at::Tensor y = input.view(with_last(x.sizes(), input.size(1)));
     if (!is_followed) return {std::move(y), std::move(sum)};
-    const auto [node, owner] = make_node<FusedBackward>(std::move(kept), x.sizes().vec(),
-                                                        residual ? residual->sizes().vec() : std::vector<int64_t>());
+    const auto [node, owner] = make_node<FusedBackward>(
+        std::move(kept), x.sizes().vec(), residual ? std::optional(residual->sizes().vec()) : std::nullopt);
     node->set_next_edges(torch::autograd::collect_next_edges(at::TensorList(inputs)));
     below.reset();
     torch::autograd::set_history(y, owner);
-    if (sum.defined()) {
-        torch::autograd::set_history(sum, owner);
-        node->stages()[stage_of_sum].saved[0] = SavedVariable(sum, true);
-    }
+    if (sum.defined() && is_sum_followed) torch::autograd::set_history(sum, owner);
+    if (sum.defined()) node->stages()[stage_of_sum].saved[0] = SavedVariable(sum, is_sum_followed);
     return {std::move(y), std::move(sum)};
 }
 

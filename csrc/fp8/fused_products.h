@@ -2,8 +2,8 @@
 //
 //   x -> producer -> product -> producer -> product -> ... -> y
 //
-// A producer is the cast alone (of x), a norm, or an activation. The norm, of which there is at most one, adds a residual
-// first, and its sum is a result, too:  s = input + residual,  y = norm(s).
+// The first producer is the cast alone or a norm, others are norms and activations. The norm, of which there is at most
+// one, adds a residual first, and its sum is a result, too:  s = input + residual,  y = norm(s).
 #pragma once
 
 #include <ATen/core/Tensor.h>

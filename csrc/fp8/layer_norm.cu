@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const bool is_inside = position.row + i < cast.rows && position.column < cast.columns;
-            source.make(i, source.template load<true>(i, is_inside), is_inside);
+            source.make(i, source.template load<true>(i, is_inside ? 8 : 0), is_inside);
         }
     }
     put_sums(source.weight_sums.values, weight_sums);

@@ -21,25 +21,29 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Stage(NamedTuple):
-    """A linear layer, and what makes its input: None: it is the input as it is."""
+    """A linear layer, and what makes its input; None: it is the input as it is. Users may have put other modules in the
+    place of both."""
 
     producer: Norm | Activation | None
     linear: Linear
 
 
-def run_stages(name: str, stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run_stages(
+    name: str, stages: Sequence[Stage], x: Tensor, residual: Tensor | None, features: int
+) -> tuple[Tensor, Tensor | None]:
     """What ``stages`` make of x [..., in], in FP8 where the region and all layers let them.
 
     Args:
         name: of the layer that they are, for messages.
         stages: at most one begins with a norm.
         x: [..., in].
-        residual: of the shape and dtype of the norm's input, to which it is added first, or None.
+        residual: [..., features], what is added to the norm's input first, or None.
+        features: of the norm.
 
     Returns:
         y [..., out], and the norm's sum, as the residual, or None without one.
     """
-    _check_residual(name, stages, x, residual)
+    _check_residual(name, x, residual, features)
     if _can_be_fused(stages, x, residual):
         note_call()
         weights = [stage.linear.weight for stage in stages]  # read once, as in Linear
@@ -56,9 +60,11 @@ def _one_by_one(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> 
     """The same, each by itself, of x [..., in] and the residual of the norm's input."""
     total = None
     for producer, linear in stages:
+        is_norm = producer is not None and not isinstance(producer, Activation)
+        if is_norm and residual is not None:
+            x, residual = x + residual, None
+            total = x
         if isinstance(producer, Norm):
-            if residual is not None:
-                x = total = x + residual
             x = producer(x, getattr(linear, "shard", None))
         elif producer is not None:
             x = producer(x)
@@ -100,7 +106,7 @@ def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -
     linears, dtype = [stage.linear for stage in stages], stages[0].linear.weight.dtype
     if not all(_is_plain(linear) and linear.weight.dtype == dtype for linear in linears):
         return False
-    if not all(producer is None or has_no_hooks(producer) for producer, _ in stages):
+    if not all(producer is None or _is_own(producer) for producer, _ in stages):
         return False
     norms = [(i, producer) for i, (producer, _) in enumerate(stages) if isinstance(producer, Norm)]
     kind = x.device.type
@@ -109,6 +115,8 @@ def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -
         dtype_of_sum = x.dtype if i == 0 else result
         if norm.weight.dtype not in (dtype_of_sum, torch.float32) or norm.weight.device != x.device:
             return False
+        if not all(one is None or one.is_contiguous() for one in (norm.weight, norm.bias)):
+            return False
         if residual is not None and residual.dtype != dtype_of_sum:
             return False
     checkpoints = Checkpoints() if may_be_checkpointed() else None
@@ -116,6 +124,11 @@ def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -
         return first.member is not None
     region = current_region()
     return region is not None and region.enabled
+
+
+def _is_own(producer: nn.Module) -> bool:
+    """Whether ``producer`` is what the layer made, and does no more than is fused."""
+    return type(producer) in (Norm, Activation) and has_no_hooks(producer)
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -131,13 +144,9 @@ def has_no_hooks(module: nn.Module) -> bool:
     return not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
-def _check_residual(name: str, stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError if ``residual`` has another shape than the norm's input, made of x [..., in]."""
-    if residual is None:
-        return
-    (number,) = (i for i, stage in enumerate(stages) if isinstance(stage.producer, Norm))
-    features = stages[number].producer.features
-    if residual.shape != (*x.shape[:-1], features) or residual.device != x.device:
+def _check_residual(name: str, x: Tensor, residual: Tensor | None, features: int) -> None:
+    """Raise ValueError if ``residual`` is not like the norm's input, which is made of x [..., in]."""
+    if residual is not None and (residual.shape != (*x.shape[:-1], features) or residual.device != x.device):
         raise ValueError(
             f"{name}: expected a residual of shape {[*x.shape[:-1], features]} on {x.device}, got "
             f"{list(residual.shape)} on {residual.device}"

@@ -33,7 +33,7 @@ class LayerNormLinear(nn.Module):
 
     Raises:
         TypeError, ValueError, RuntimeError: as of ``te_graph.Linear``; ``parallel_mode`` is "row"; a residual that is
-            not of the input's shape, dtype and device.
+            not of the input's shape and device.
 
     Stream and capture: inside a region a call launches the statistics of rows (with the addition), one cast and one
         product; under current scaling a memset and a kernel that finds the scale between them. A backward launches a
@@ -73,7 +73,7 @@ class LayerNormLinear(nn.Module):
             tp_group=tp_group,
             sequence_parallel=sequence_parallel,
         )
-        kept = self.linear.weight
+        self.in_features, kept = in_features, self.linear.weight
         self.layer_norm = Norm(in_features, eps, normalization, zero_centered_gamma, kept.device, kept.dtype)
 
     @opaque  # as of Linear
@@ -82,7 +82,8 @@ class LayerNormLinear(nn.Module):
 
         Args:
             input: [..., in], as of ``te_graph.Linear``. Not mutated.
-            residual: [..., in], of the same shape and dtype, or None. Not mutated.
+            residual: [..., in], of the same shape, or None. Of another dtype it is added as torch adds it, and the norm
+                is not fused. Not mutated.
 
         Returns:
             [..., out], new; the sum [..., in], new.
@@ -93,5 +94,5 @@ class LayerNormLinear(nn.Module):
         Stream and capture: as the class says.
         """
         stages = [Stage(self.layer_norm, self.linear)]
-        y, total = run_stages("te_graph.LayerNormLinear", stages, input, residual)
+        y, total = run_stages("te_graph.LayerNormLinear", stages, input, residual, self.in_features)
         return y if residual is None else (y, total)

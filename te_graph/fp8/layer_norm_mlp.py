@@ -81,7 +81,7 @@ class LayerNormMLP(nn.Module):
         width = ffn_hidden_size * (2 if self.activation.is_gated else 1)
         self.fc1 = Linear(hidden_size, width, parallel_mode=modes[0], **options)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **options)
-        kept = self.fc1.weight
+        self.hidden_size, kept = hidden_size, self.fc1.weight
         self.layer_norm = Norm(hidden_size, eps, normalization, zero_centered_gamma, kept.device, kept.dtype)
 
     @opaque  # as of Linear
@@ -90,7 +90,7 @@ class LayerNormMLP(nn.Module):
 
         Args:
             input: [..., hidden_size], as of ``te_graph.Linear``. Not mutated.
-            residual: [..., hidden_size], of the same shape and dtype, or None. Not mutated.
+            residual: [..., hidden_size], of the same shape, or None, as of ``te_graph.LayerNormLinear``. Not mutated.
 
         Returns:
             [..., hidden_size], new; the sum [..., hidden_size], new.
@@ -100,7 +100,7 @@ class LayerNormMLP(nn.Module):
 
         Stream and capture: as the class says.
         """
-        y, total = run_stages("te_graph.LayerNormMLP", self.stages(), input, residual)
+        y, total = run_stages("te_graph.LayerNormMLP", self.stages(), input, residual, self.hidden_size)
         return y if residual is None else (y, total)
 
     def stages(self) -> list[Stage]:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.fp8.layer_norm_linear import LayerNormLinear
 from te_graph.fp8.linear import Linear
-from te_graph.fp8.rotary import turned
+from te_graph.fp8.rotary import apply_rotary_pos_emb
 
 MASK_TYPES = ("causal", "no_mask", "arbitrary")
 FORMATS = ("sbhd", "bshd")
@@ -129,7 +129,7 @@ class MultiheadAttention(nn.Module):
         query, key, value = parts.split([self.heads_per_group, 1, 1], dim=3)
         query, key, value = (part.flatten(2, 3) for part in (query, key, value))  # [seq, batch, heads, head_dim]
         if rotary_pos_emb is not None:
-            query, key = turned(query, rotary_pos_emb), turned(key, rotary_pos_emb)
+            query, key = (apply_rotary_pos_emb(each, rotary_pos_emb) for each in (query, key))
         result = F.scaled_dot_product_attention(
             *(part.permute(1, 2, 0, 3) for part in (query, key, value)),
             attn_mask=~attention_mask if self_attn_mask_type == "arbitrary" else None,

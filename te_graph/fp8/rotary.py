@@ -43,12 +43,20 @@ class RotaryPositionEmbedding(nn.Module):
         return torch.cat([angles, angles], dim=1)[:, None, None, :]
 
 
-def turned(x: Tensor, angles: Tensor) -> Tensor:
+def apply_rotary_pos_emb(x: Tensor, angles: Tensor) -> Tensor:
     """x [seq, batch, heads, head_dim], its first features turned by ``angles`` [at least seq, 1, 1, dim]; of x's dtype.
 
     Feature i goes with feature i + dim / 2.
+
+    Raises:
+        ValueError: angles are of another shape.
     """
-    dim = angles.shape[-1]
+    dim = angles.shape[-1] if angles.dim() == 4 else 0
+    if angles.shape[1:3] != (1, 1) or angles.shape[0] < x.shape[0] or dim % 2 or not 0 < dim <= x.shape[-1]:
+        raise ValueError(
+            f"te_graph.TransformerLayer: expected rotary_pos_emb of shape [at least {x.shape[0]}, 1, 1, an even number "
+            f"up to {x.shape[-1]}], got {list(angles.shape)}"
+        )
     angles = angles[: x.shape[0]]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     part, rest = x[..., :dim], x[..., dim:]

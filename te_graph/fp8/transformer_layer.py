@@ -76,6 +76,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         _check_mask_type(self_attn_mask_type)
+        self.hidden_size = hidden_size
         self.self_attn_mask_type, self.hidden_dropout = self_attn_mask_type, hidden_dropout
         options: dict[str, Any] = {
             "normalization": normalization,
@@ -133,15 +134,21 @@ class TransformerLayer(nn.Module):
                 "te_graph.TransformerLayer: expected an attention_mask with self_attn_mask_type='arbitrary' and none "
                 f"otherwise, got {'one' if attention_mask is not None else 'none'} with {mask_type!r}"
             )
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            raise TypeError(
+                "te_graph.TransformerLayer: expected an attention_mask of torch.bool, true where a query does not look "
+                f"at a key, got {attention_mask.dtype}"
+            )
         attention, mlp, given = self.self_attention, self.layernorm_mlp, (attention_mask, mask_type, rotary_pos_emb)
         drops = self.training and self.hidden_dropout > 0
-        if drops or not (has_no_hooks(attention) and has_no_hooks(mlp)):
+        parts = ((attention, MultiheadAttention), (mlp, LayerNormMLP))
+        if drops or not all(type(part) is kind and has_no_hooks(part) for part, kind in parts):
             attended = self._dropped(attention(hidden_states, *given))
             y, total = mlp(attended, hidden_states)
             return total + self._dropped(y)
         context = attention.attend(attention.layernorm_qkv(hidden_states), *given)
         stages = [Stage(None, attention.proj), *mlp.stages()]
-        y, total = run_stages("te_graph.TransformerLayer", stages, context, hidden_states)
+        y, total = run_stages("te_graph.TransformerLayer", stages, context, hidden_states, self.hidden_size)
         return total + y
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+def full(value: Any) -> Any:
+    """A parameter that is left to the long run."""
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 def a_layer(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     layer = KINDS[kind](device=device, dtype=dtype)
     with torch.no_grad():
@@ -215,7 +220,7 @@ def test_activations_are_those_of_torch_outside_of_regions(device):
 
 @kinds
 @recipes
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [full(1), 2, full(4), full(8)])
 def test_graphed_trainings_have_the_bits_of_eager_ones(kind, recipe, microbatches, device):
     eager = a_layer(kind, device)
     graphed = copy.deepcopy(eager)
@@ -368,6 +373,57 @@ def test_hooks_and_other_layers_in_its_place_are_called(device):
         handle.remove()
         layer.fc2 = nn.Identity()
         assert layer(x).shape == (16, WIDTH)
+        layer.activation = nn.Tanh()
+        assert layer(x).abs().max() <= 1
+        layer.layer_norm = nn.Identity()
+        y, total = layer(x, x)
+        assert same_bits(total, x + x) and same_bits(y, torch.tanh(layer.fc1(x + x)))
+
+
+class Doubled(type(tg.LayerNormLinear(16, 16).layer_norm)):
+    """A norm of the user's."""
+
+    def forward(self, x: Tensor, shard: Any = None) -> Tensor:  # [n, features] -> [n, features]
+        return 2 * super().forward(x, shard)
+
+
+def test_a_norm_of_the_users_is_called(device):
+    layer = a_layer("LayerNormLinear", device, torch.float32)
+    x = numbers(16, HIDDEN, device=device, dtype=torch.float32)
+    with tg.fp8_autocast(recipe=CURRENT):
+        layer.layer_norm.__class__ = Doubled
+        assert same_bits(layer(x), layer.linear(layer.layer_norm(x)))
+
+
+@kinds
+@pytest.mark.parametrize("graphed", [False, True])
+def test_leaves_that_get_one_gradient_have_memory_of_their_own(kind, graphed, device):
+    """x and the residual, whose ``.grad`` a second backward adds to."""
+    layer = a_layer(kind, device)
+    samples = [numbers(16, HIDDEN, device=device) for _ in range(2)]
+    grads = [numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
+    once = trained(layer, *samples, grads)
+    leaves = [one.clone().requires_grad_() for one in samples]
+    with tg.fp8_autocast(recipe=CURRENT):
+        if graphed:
+            tg.make_graphed_callables(layer, tuple(one.clone().requires_grad_() for one in samples))
+        for _ in range(2):
+            torch.autograd.backward(layer(*leaves), grads)
+    for leaf, name in zip(leaves, ("x", "residual"), strict=True):
+        assert same_bits(leaf.grad, once[name] + once[name]), name
+    assert leaves[0].grad.data_ptr() != leaves[1].grad.data_ptr()
+
+
+@kinds
+def test_the_sum_requires_a_gradient_where_what_is_added_does(kind, device):
+    layer = a_layer(kind, device)
+    for with_x, with_residual in itertools.product((False, True), (False, True)):
+        leaves = [numbers(16, HIDDEN, device=device).requires_grad_(needs) for needs in (with_x, with_residual)]
+        with tg.fp8_autocast(recipe=CURRENT):
+            y, total = layer(*leaves)
+        assert y.requires_grad and total.requires_grad == (with_x or with_residual)
+        y.sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [with_x, with_residual]
 
 
 def test_the_sum_may_not_be_changed_before_the_backward(device):

@@ -173,7 +173,9 @@ def test_products_of_unfused_modules_are_near(kind, recipe, device):
 
 @kinds
 @recipes
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    "microbatches", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)]
+)
 def test_graphed_trainings_have_the_bits_of_eager_ones(kind, recipe, microbatches, device):
     eager = a_layer(kind, device)
     graphed = copy.deepcopy(eager)
@@ -246,6 +248,31 @@ def test_masks_that_do_not_fit_are_named(device):
     ):
         with pytest.raises(ValueError, match=words):
             layer(x, **given)
+    with pytest.raises(TypeError, match=r"attention_mask of torch.bool, .*got torch.float32"):
+        layer(x, causal(SEQ, device).float(), self_attn_mask_type="arbitrary")
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 8), (SEQ, 1, 1, 18), (SEQ, BATCH, 1, 8), (SEQ, 8), (SEQ, 1, 1, 7)], ids=str
+)
+def test_angles_that_do_not_fit_are_named(shape, device):
+    with pytest.raises(ValueError, match=rf"rotary_pos_emb of shape \[at least {SEQ}, 1, 1, .*16\], got"):
+        a_layer("GPT", device)(numbers(device), rotary_pos_emb=torch.zeros(shape, device=device))
+
+
+def test_other_modules_in_the_place_of_its_own_are_called(device):
+    layer, x = a_layer("GPT", device), numbers(device)
+    layer.layernorm_mlp = Experts()
+    with tg.fp8_autocast(recipe=RECIPES["current"]):
+        h = x + layer.self_attention(x)
+        assert same_bits(layer(x), h + h)
+
+
+class Experts(nn.Module):
+    """In the place of the MLP."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # [seq, batch, HIDDEN] each
+        return x + residual, x + residual
 
 
 def test_angles_are_those_of_the_formula(device):
