@@ -38,6 +38,8 @@ class Activation(nn.Module):
         ValueError: it is another name.
     """
 
+    __constants__ = ("name", "is_gated", "_op")
+
     def __init__(self, name: str) -> None:
         super().__init__()
         if name not in _ACTIVATIONS:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from te_graph import _C
 from te_graph.fp8.activation import Activation
@@ -43,7 +44,8 @@ def run_stages(
     Returns:
         y [..., out], and the norm's sum, as the residual, or None without one.
     """
-    _check_residual(name, x, residual, features)
+    if getattr(stages[0].linear, "shard", None) is None:  # of split layers ranks may have rows between them
+        _check_residual(name, x, residual, features)
     if _can_be_fused(stages, x, residual):
         note_call()
         weights = [stage.linear.weight for stage in stages]  # read once, as in Linear
@@ -103,10 +105,18 @@ def _fused(
 
 def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> bool:
     """Whether all that the stages do for x [..., in] and the residual is what one call does."""
-    linears, dtype = [stage.linear for stage in stages], stages[0].linear.weight.dtype
-    if not all(_is_plain(linear) and linear.weight.dtype == dtype for linear in linears):
+    linears = [stage.linear for stage in stages]
+    if _has_any_global_hook() or not all(map(_is_plain, linears)):
+        return False
+    dtype = linears[0].weight.dtype
+    if any(linear.weight.dtype != dtype for linear in linears):
         return False
     if not all(producer is None or _is_own(producer) for producer, _ in stages):
+        return False
+    parameters = [
+        id(p) for stage in stages for part in stage if part is not None for p in part.parameters(recurse=False)
+    ]
+    if len(set(parameters)) < len(parameters):  # of which a backward would add two gradients at once
         return False
     norms = [(i, producer) for i, (producer, _) in enumerate(stages) if isinstance(producer, Norm)]
     kind = x.device.type
@@ -140,8 +150,8 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def has_no_hooks(module: nn.Module) -> bool:
-    """Whether nothing sees its calls."""
-    return not any(getattr(module, hooks) for hooks in _HOOKS)
+    """Whether nothing sees its calls, or stands in their place."""
+    return "forward" not in vars(module) and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def _check_residual(name: str, x: Tensor, residual: Tensor | None, features: int) -> None:

@@ -85,6 +85,7 @@ class Linear(nn.Linear, FP8Layer):
         replay is a mismatch.
     """
 
+    __constants__ = (*nn.Linear.__constants__, "return_bias")
     return_bias = False
     shard: Shard | None = None
     __getstate__, __setstate__, _apply = FP8Layer.__getstate__, FP8Layer.__setstate__, FP8Layer._apply

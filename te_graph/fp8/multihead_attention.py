@@ -40,6 +40,8 @@ class MultiheadAttention(nn.Module):
         ValueError: numbers that do not go together, names that are none.
     """
 
+    __constants__ = ("head_dim", "groups", "heads_per_group", "attention_dropout", "attn_input_format")
+
     def __init__(
         self,
         hidden_size: int,

@@ -30,6 +30,8 @@ class Norm(nn.Module):
         ValueError: ``normalization`` is another name.
     """
 
+    __constants__ = ("features", "eps", "normalization", "zero_centered_gamma")
+
     def __init__(
         self,
         features: int,
@@ -67,10 +69,14 @@ class Norm(nn.Module):
         weight, bias = self.weight, self.bias
         if shard is not None:
             weight, bias = shard.whole_bias(weight), shard.whole_bias(bias)
-        gain = weight + 1 if self.zero_centered_gamma else weight
+        dtype = x.dtype
+        if self.zero_centered_gamma:  # near 1 numbers of 16 bits are far apart
+            wide = torch.promote_types(dtype, torch.float32)
+            x, weight = x.to(wide), weight.to(wide) + 1
+            bias = None if bias is None else bias.to(wide)
         if self.normalization == "RMSNorm":
-            return F.rms_norm(x, (self.features,), gain, self.eps)
-        return F.layer_norm(x, (self.features,), gain, bias, self.eps)
+            return F.rms_norm(x, (self.features,), weight, self.eps).to(dtype)
+        return F.layer_norm(x, (self.features,), weight, bias, self.eps).to(dtype)
 
     def producer(self) -> _C.FusedNorm:
         """The same where its result is cast."""

@@ -51,6 +51,8 @@ class TransformerLayer(nn.Module):
         dropout draws random numbers.
     """
 
+    __constants__ = ("hidden_size", "self_attn_mask_type", "hidden_dropout")
+
     def __init__(
         self,
         hidden_size: int,

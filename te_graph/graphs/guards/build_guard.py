@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_strided, is_user_file, storage_key
 from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.guarded_modules import guard_hooks, guard_module, guard_tables
 from te_graph.graphs.guards.guarded_objects import guard_source
@@ -61,6 +63,7 @@ def build_callable_guard(
     if missing := wanted - set(map(_storage_at, found)):
         found += _nearest(sources, missing)
         _check_all_are_found(externals, found)
+    called = {*called, *_parts_of_own_layers(sources, root, called)}
     guarded: set[int] = set()
     modules: list[Source] = []
     tops = [source for source in sources if isinstance(source.obj, nn.Module) and source.again is None]
@@ -90,6 +93,15 @@ def build_callable_guard(
     for count in reader.counts(sources):
         callable_guard.enter(count)
     return callable_guard
+
+
+def _parts_of_own_layers(sources: list[Source], root: Any, called: Collection[int]) -> Iterator[int]:
+    """Identities of the modules in te_graph's own layers among those that were called: fused they do what calls would
+    do, and where one has hooks they are called."""
+    tops = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.again is None]
+    for module in dict.fromkeys(below for top in tops for below in top.modules()):
+        if (id(module) in called or module is root) and module_of(plain_class(type(module))).startswith("te_graph."):
+            yield from map(id, module.modules())
 
 
 def unnamed(sources: list[Source], storages: Iterable[int]) -> set[int]:

@@ -28,15 +28,18 @@ def called_in_library(kind: type) -> frozenset[str]:
 
 def names_in_library(kind: type, said: Set[str]) -> frozenset[str]:
     """What torch's methods of ``kind`` name: of a module all of them, else those that code may call which has ``said``
-    these names."""
+    these names. Of te_graph's own modules what they say are settings."""
     methods: dict[str, set[str]] = {}
+    constants: set[str] = set()  # of te_graph's own modules, whose other attributes are no settings
     for base in kind.__mro__:
+        if module_of(base).startswith("te_graph."):
+            constants.update(vars(base).get("__constants__", ()))
         if base is not nn.Module and module_of(base).startswith("torch."):
             for name, member in vars(base).items():
                 if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above
                     methods.setdefault(name, set()).update(strings_in(inspect.unwrap(member).__code__))
     if issubclass(kind, nn.Module):
-        return frozenset().union(*methods.values())
+        return frozenset(constants).union(*methods.values())
     called: set[str] = set()
     following = {name for name in methods if name in said or is_implicit(name)}
     while following - called:
