@@ -92,6 +92,7 @@ void bind(py::module_& m) {
              })
         .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def("is_noted", &LinearProducts::is_noted)
+        .def_property_readonly("casts", &LinearProducts::casts)
         .def_property("trains", &LinearProducts::trains, &LinearProducts::set_trains)
         .def_property("thread", &LinearProducts::thread, &LinearProducts::set_thread)
         .def("has_recorded_amax", &LinearProducts::has_recorded_amax, py::arg("weight"))

@@ -64,6 +64,7 @@ class _KeptScope:
             (
                 member,
                 (member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark),
+                (member.cast_number, member.recorded_number),
                 member.has_recorded_amax(),
                 (weight := member.weight) is not None and member.is_recorded(weight),
             )
@@ -73,25 +74,27 @@ class _KeptScope:
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
-        again: list[tuple[Member, Tensor, bool]] = []
-        for member, before, has_recorded_amax, was_recorded in self._noted:
+        again: list[tuple[Member, Tensor, bool, int]] = []
+        for member, before, numbers, has_recorded_amax, was_recorded in self._noted:
             if not is_of_this_thread(member):
                 continue
             member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark = before
+            number, member.recorded_number = numbers
             weight = member.weight
             if was_recorded and weight is not None:
                 member.mark_again(mark_of_plain(weight))  # it is as before, but may have been written meanwhile
-            if member.has_recorded_amax() == has_recorded_amax or weight is None:
+            is_as_before = member.has_recorded_amax() == has_recorded_amax and member.cast_number == number
+            if is_as_before or weight is None:
                 continue
             if has_recorded_amax is None:
                 member.forget_cast()
             else:
-                again.append((member, weight, has_recorded_amax))
-        marks = [_C.WeightMark(weight) for _, weight, _ in again]
-        repeat_casts_([(member, weight) for member, weight, _ in again], are_recorded=False)
+                again.append((member, weight, has_recorded_amax, number))
+        marks = [_C.WeightMark(weight) for _, weight, *_ in again]
+        repeat_casts_([(member, weight) for member, weight, *_ in again], are_recorded=False)
         done = _C.CastDone(self._scope.device)
-        for (member, _, has_recorded_amax), mark in zip(again, marks, strict=True):
-            member.note_cast(mark, has_recorded_amax, done)
+        for (member, _, has_recorded_amax, number), mark in zip(again, marks, strict=True):
+            member.note_cast(mark, has_recorded_amax, done, number)
 
 
 def _restore_new(known: set[Member]) -> None:

@@ -83,6 +83,7 @@ class Member(OwnObject):
         recorded_mark: of the weight, when its amax was last recorded, here or as a loaded state says; None: that is not
             known.
         recorded_number: of that cast (``WeightCast``), if it was made here.
+        cast_number: of the last cast.
         own_weight: of the module, before what is captured may have put another one in its place.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
@@ -103,7 +104,7 @@ class Member(OwnObject):
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
-        self._casts = self._cast_number = 0
+        self._casts = self.cast_number = self._casts_by_then = 0
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -196,11 +197,12 @@ class Member(OwnObject):
 
     def note_recorded(self, mark: _C.WeightMark) -> None:
         """The last cast, of the weight as it was when ``mark`` was made, is that whose amax is recorded."""
-        self.recorded_mark, self.recorded_number = mark, self._cast_number
+        self.recorded_mark, self.recorded_number = mark, self.cast_number
 
     def _count_cast(self, number: int | None) -> None:
         self._casts += 1
-        self._cast_number = self._casts if number is None else number
+        self.cast_number = self._casts if number is None else number
+        self._casts_by_then = self.products.casts
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
@@ -212,11 +214,14 @@ class Member(OwnObject):
         if self.scope.is_delayed and not _C.HostSteps.is_noting():
             with bypass_modes(), torch.no_grad():  # where calls are repeated, others count operators
                 scale = self.block.weight_scale[self.number : self.number + 1].clone()
-        return WeightCast(self._cast_number, scale, self.products.has_recorded_amax(weight))
+        return WeightCast(self.cast_number, scale, self.products.has_recorded_amax(weight))
 
     def has_cast(self, weight: Tensor, cast: WeightCast) -> bool:
         """Whether the FP8 copies are what ``cast`` made of ``weight`` [out, in] or [in, out]."""
-        return self.products.is_cast(weight, False) and (not self.scope.is_delayed or cast.number == self._cast_number)
+        if not self.products.is_cast(weight, False):
+            return False
+        is_last = cast.number == self.cast_number and self.products.casts == self._casts_by_then  # none by a replay
+        return is_last or not self.scope.is_delayed
 
     def fits(self, weight: Tensor) -> bool:
         """Whether ``weight`` [...] can still be cast into the copies: it may have become anything since."""

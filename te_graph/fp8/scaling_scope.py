@@ -181,6 +181,10 @@ class ScalingScope(OwnObject):
             member.note_captured_cast(weight, False, cast.number)
             return
         member.note_cast(mark, cast.has_recorded_amax, _C.CastDone(self.device), cast.number)
+        if self.is_delayed and cast.has_recorded_amax:  # that one, of the weight as it is now
+            with torch.inference_mode(False), torch.no_grad():
+                member.block.recorded_weight_scale[member.number : member.number + 1].copy_(cast.scale)
+            member.note_recorded(mark)
 
 
 def _repeats(member: Member, weight: Tensor, records_amax: bool, is_captured: bool) -> bool:

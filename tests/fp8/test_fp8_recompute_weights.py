@@ -209,3 +209,52 @@ def test_a_graph_casts_the_weight_again_or_names_what_came_between(device: str, 
         results.append([*found, *states_of(model)])
         assert not is_graphed or called.info()["forward_replays"] == len(xs) - 1
     assert all(map(same_bits, *results))
+
+
+def averaged(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() * 0.3 for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation", "replay", "capture", "refused capture"])
+def test_what_evaluates_while_a_checkpoint_waits_leaves_its_gradients(device: str, between: str) -> None:
+    """With other weights, and with its own, which are cast anew; a plain micro-batch comes in between, too."""
+
+    def gradients(between: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, x = tg.Linear(32, 32, device=device), torch.randn(8, 32, device=device)
+        averages, recipe = averaged(layer), tg.DelayedScaling(amax_history_len=3)
+
+        def evaluate(x: Tensor) -> Tensor:  # [8, 32] -> []
+            with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+                result = torch.func.functional_call(layer, averages, (x,)).sum() + layer(x).sum()
+            return result * result.item() if between == "refused capture" else result
+
+        with tg.fp8_autocast(recipe=recipe):
+            layer(x).square().mean().backward()
+        if between == "replay":
+            with torch.no_grad():
+                evaluate = tg.make_graphed_callables(evaluate, (x.clone(),), show_progress=False)
+        layer.zero_grad()
+        with torch.no_grad():
+            layer.weight.mul_(1.7)
+        leaf = x.clone().requires_grad_()
+        with tg.fp8_autocast(recipe=recipe):
+            waiting = checkpoint(layer, leaf, use_reentrant=False).square().mean()
+        with torch.no_grad():
+            if between in ("evaluation", "replay"):
+                evaluate(x)
+            elif between == "capture":
+                tg.make_graphed_callables(evaluate, (x.clone(),), show_progress=False)
+            elif between == "refused capture":
+                with pytest.raises(tg.CaptureError):
+                    tg.make_graphed_callables(evaluate, (x.clone(),), show_progress=False)
+        if between != "replay":  # behind which the weight is cast once more
+            with tg.fp8_autocast(recipe=recipe):
+                other = layer(x).square().mean()
+        waiting.backward()
+        if between != "replay":
+            other.backward()
+        return [leaf.grad, *([] if between == "replay" else [layer.weight.grad])]
+
+    for got, expected in zip(gradients(between), gradients("nothing"), strict=False):
+        assert same_bits(got, expected)

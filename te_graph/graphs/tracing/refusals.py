@@ -267,7 +267,7 @@ def reason_to_refuse_tensors(tree: Any) -> str | None:
 
 def uses_nested(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether a call takes nested tensors, or makes some, or looks whether some can be made: its name tells that."""
-    is_named = is_operator(func) and "nested" in base_name(func)
+    is_named = is_operator(func) and func.namespace == "aten" and "nested" in base_name(func)
     return is_named or any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 

@@ -109,3 +109,13 @@ def test_a_function_that_holds_a_nested_tensor_and_does_not_use_it_replays(devic
     for _ in range(3):
         assert_bitwise_equal(function(), x * 2.0)
     assert function.info()["forward_replays"] == 2
+
+
+def test_operators_of_others_that_are_named_so_are_captured(device):
+    with torch.library._scoped_library("te_graph_tests_nested", "DEF") as library:
+        library.define("nested_gates(Tensor x) -> Tensor")
+        library.impl("nested_gates", lambda x: x.sigmoid() * x, "CompositeExplicitAutograd")
+        x = torch.randn(3, 4, device=device)
+        call = make_graphed_callables(lambda x: torch.ops.te_graph_tests_nested.nested_gates(x), (x,))
+        assert_bitwise_equal(call(x), x.sigmoid() * x)
+        assert call.te_graph.info()["forward_replays"] == 1
