@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fp8_fused_layers import (
+    CURRENT,
+    HIDDEN,
+    KINDS,
+    WIDTH,
+    a_layer,
+    assert_same,
+    kinds,
+    numbers,
+    trained,
+    width_of,
+)
 from fp8_references import E4M3, E5M2
 from tensor_lists import all_same_bits, same_bits
 from torch import Tensor, nn
@@ -19,38 +30,13 @@ import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 ops = torch.ops.te_graph
-HIDDEN, WIDTH = 32, 48
-CURRENT, DELAYED = tg.Float8CurrentScaling(), tg.DelayedScaling(amax_history_len=4)
+DELAYED = tg.DelayedScaling(amax_history_len=4)
 recipes = pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
-KINDS: dict[str, Callable[..., nn.Module]] = {
-    "LayerNormLinear": lambda **given: tg.LayerNormLinear(HIDDEN, WIDTH, **given),
-    "LayerNormLinear, RMSNorm, zero-centered": lambda **given: tg.LayerNormLinear(
-        HIDDEN, WIDTH, bias=False, normalization="RMSNorm", zero_centered_gamma=True, **given
-    ),
-    "LayerNormMLP": lambda **given: tg.LayerNormMLP(HIDDEN, WIDTH, **given),
-    "LayerNormMLP, RMSNorm, swiglu": lambda **given: tg.LayerNormMLP(
-        HIDDEN, WIDTH, bias=False, normalization="RMSNorm", activation="swiglu", **given
-    ),
-    "LayerNormMLP, relu": lambda **given: tg.LayerNormMLP(HIDDEN, WIDTH, activation="relu", **given),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def full(value: Any) -> Any:
     """A parameter that is left to the long run."""
     return pytest.param(value, marks=pytest.mark.full)
-
-
-def a_layer(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    layer = KINDS[kind](device=device, dtype=dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return layer
-
-
-def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
 
 
 class Operand:
@@ -115,29 +101,6 @@ def by_single_ops(layer: nn.Module, x: Tensor, residual: Tensor | None, grads: l
             results["layer_norm.bias"] = grad_bias
     results |= {"y": y, "x": grad_x}
     return results | ({} if residual is None else {"sum": s, "residual": grad_x})
-
-
-def trained(
-    layer: nn.Module, x: Tensor, residual: Tensor | None, grads: list[Tensor], recipe: Any = CURRENT
-) -> dict[str, Tensor]:
-    """The same of a call, eagerly."""
-    x = x.detach().requires_grad_()
-    residual = None if residual is None else residual.detach().requires_grad_()
-    with tg.fp8_autocast(recipe=recipe):
-        results = layer(x, residual) if residual is not None else (layer(x),)
-    torch.autograd.backward(results, grads[: len(results)])
-    found = {"y": results[0].detach(), "x": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
-    return found if residual is None else {**found, "sum": results[1].detach(), "residual": residual.grad}
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    different = [name for name in got if not same_bits(got[name], expected[name])]
-    assert not different, different
-
-
-def width_of(layer: nn.Module) -> int:
-    return WIDTH if isinstance(layer, tg.LayerNormLinear) else HIDDEN
 
 
 @kinds
@@ -338,154 +301,3 @@ def test_evaluations_have_the_same_numbers_and_leave_no_trace(device):
         if recipe is CURRENT:
             assert same_bits(first, y.detach())
         assert all(same_bits(one, state[name]) for name, one in tg.fp8_state_dict(layer).items())
-
-
-def test_no_tokens(device):
-    for kind in KINDS:
-        layer = a_layer(kind, device)
-        x = numbers(0, HIDDEN, device=device).requires_grad_()
-        with tg.fp8_autocast(recipe=CURRENT):
-            y = layer(x)
-        y.sum().backward()
-        assert y.shape == (0, width_of(layer)) and x.grad.shape == x.shape
-        assert all(not parameter.grad.any() for parameter in layer.parameters())
-
-
-def test_leading_dimensions_and_strides_of_the_input_do_not_matter(device):
-    layer = a_layer("LayerNormMLP", device)
-    x, residual = (numbers(4, 6, HIDDEN, device=device) for _ in range(2))
-    grads = [numbers(24, HIDDEN, device=device) for _ in range(2)]
-    expected = trained(layer, x.view(24, HIDDEN), residual.view(24, HIDDEN), grads)
-    for move in (lambda t: t, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)):
-        layer.zero_grad(set_to_none=True)
-        got = trained(layer, move(x), move(residual), [move(grad.view(4, 6, HIDDEN)) for grad in grads])
-        for name, one in got.items():
-            assert same_bits(one.reshape(expected[name].shape).contiguous(), expected[name]), name
-
-
-def test_hooks_and_other_layers_in_its_place_are_called(device):
-    layer = a_layer("LayerNormMLP", device)
-    x, seen = numbers(16, HIDDEN, device=device), []
-    with tg.fp8_autocast(recipe=CURRENT):
-        fused = layer(x)
-        handle = layer.fc2.register_forward_hook(lambda module, args, result: seen.append(result))
-        assert (layer(x) - fused).abs().max() <= fused.abs().max() * 0.1 and len(seen) == 1
-        handle.remove()
-        layer.fc2 = nn.Identity()
-        assert layer(x).shape == (16, WIDTH)
-        layer.activation = nn.Tanh()
-        assert layer(x).abs().max() <= 1
-        layer.layer_norm = nn.Identity()
-        y, total = layer(x, x)
-        assert same_bits(total, x + x) and same_bits(y, torch.tanh(layer.fc1(x + x)))
-
-
-class Doubled(type(tg.LayerNormLinear(16, 16).layer_norm)):
-    """A norm of the user's."""
-
-    def forward(self, x: Tensor, shard: Any = None) -> Tensor:  # [n, features] -> [n, features]
-        return 2 * super().forward(x, shard)
-
-
-def test_a_norm_of_the_users_is_called(device):
-    layer = a_layer("LayerNormLinear", device, torch.float32)
-    x = numbers(16, HIDDEN, device=device, dtype=torch.float32)
-    with tg.fp8_autocast(recipe=CURRENT):
-        layer.layer_norm.__class__ = Doubled
-        assert same_bits(layer(x), layer.linear(layer.layer_norm(x)))
-
-
-@kinds
-@pytest.mark.parametrize("graphed", [False, True])
-def test_leaves_that_get_one_gradient_have_memory_of_their_own(kind, graphed, device):
-    """x and the residual, whose ``.grad`` a second backward adds to."""
-    layer = a_layer(kind, device)
-    samples = [numbers(16, HIDDEN, device=device) for _ in range(2)]
-    grads = [numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
-    once = trained(layer, *samples, grads)
-    leaves = [one.clone().requires_grad_() for one in samples]
-    with tg.fp8_autocast(recipe=CURRENT):
-        if graphed:
-            tg.make_graphed_callables(layer, tuple(one.clone().requires_grad_() for one in samples))
-        for _ in range(2):
-            torch.autograd.backward(layer(*leaves), grads)
-    for leaf, name in zip(leaves, ("x", "residual"), strict=True):
-        assert same_bits(leaf.grad, once[name] + once[name]), name
-    assert leaves[0].grad.data_ptr() != leaves[1].grad.data_ptr()
-
-
-@kinds
-def test_the_sum_requires_a_gradient_where_what_is_added_does(kind, device):
-    layer = a_layer(kind, device)
-    for with_x, with_residual in itertools.product((False, True), (False, True)):
-        leaves = [numbers(16, HIDDEN, device=device).requires_grad_(needs) for needs in (with_x, with_residual)]
-        with tg.fp8_autocast(recipe=CURRENT):
-            y, total = layer(*leaves)
-        assert y.requires_grad and total.requires_grad == (with_x or with_residual)
-        y.sum().backward()
-        assert [leaf.grad is not None for leaf in leaves] == [with_x, with_residual]
-
-
-def test_the_sum_may_not_be_changed_before_the_backward(device):
-    layer = a_layer("LayerNormLinear", device)
-    x, residual = (numbers(16, HIDDEN, device=device).requires_grad_() for _ in range(2))
-    with tg.fp8_autocast(recipe=CURRENT):
-        y, total = layer(x, residual)
-    with torch.no_grad():
-        total.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_a_second_backward_and_a_derivative_of_gradients_are_refused(device):
-    layer = a_layer("LayerNormMLP", device, torch.float32)
-    x = numbers(16, HIDDEN, device=device, dtype=torch.float32).requires_grad_()
-    with tg.fp8_autocast(recipe=CURRENT):
-        y = layer(x)
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        y.sum().backward()
-    with tg.fp8_autocast(recipe=CURRENT):
-        y = layer(x)
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="is not implemented"):
-        grad.sum().backward()
-
-
-def test_hooks_of_parameters_get_their_gradients(device):
-    layer = a_layer("LayerNormMLP", device)
-    x = numbers(16, HIDDEN, device=device)
-    grads = [numbers(16, HIDDEN, device=device)]
-    expected = trained(layer, x, None, grads)
-    layer.zero_grad(set_to_none=True)
-    for parameter in layer.parameters():
-        parameter.register_hook(lambda grad: grad * 2)
-    got = trained(layer, x, None, grads)
-    for name, _ in layer.named_parameters():
-        assert same_bits(got[name], expected[name] * 2), name
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "words"),
-    [
-        (
-            lambda: tg.LayerNormLinear(32, 32, normalization="BatchNorm"),
-            ValueError,
-            "normalization to be 'LayerNorm' or",
-        ),
-        (lambda: tg.LayerNormMLP(32, 32, activation="tanh"), ValueError, "activation to be one of .*got 'tanh'"),
-        (lambda: tg.LayerNormLinear(32, 32, parallel_mode="row"), ValueError, "parallel_mode 'column' or None"),
-        (lambda: tg.LayerNormMLP(32, 32, activation="swiglu", set_parallel_mode=True), ValueError, "not gated"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(build, error, words):
-    with pytest.raises(error, match=words):
-        build()
-
-
-def test_a_residual_that_does_not_fit_is_named(device):
-    layer = a_layer("LayerNormLinear", device)
-    x = numbers(4, HIDDEN, device=device)
-    with pytest.raises(ValueError, match=r"LayerNormLinear: expected a residual of shape \[4, 32\] .*got \[3, 32\]"):
-        layer(x, x[:3])
