@@ -36,11 +36,18 @@ def other_forward(part: str) -> Callable[[nn.Module], None]:
     return put
 
 
+def another_activation(layer: nn.Module) -> None:
+    of_relu = vars(tg.LayerNormMLP(32, 32, activation="relu").activation)
+    changed = vars(layer.get_submodule("layernorm_mlp.activation"))
+    changed.update({name: of_relu[name] for name in ("name", "_op", "_function")})
+
+
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "mask type": setting("", "self_attn_mask_type", "no_mask"),
     "dropout": setting("", "hidden_dropout", 1.0),
     "eps": setting("layernorm_mlp.layer_norm", "eps", 3.0),
     "zero-centered": setting("self_attention.layernorm_qkv.layer_norm", "zero_centered_gamma", True),
+    "activation": another_activation,
     **{f"hook on {part}": hook(part) for part in ("layernorm_mlp.fc1", "layernorm_mlp.activation")},
     **{f"forward of {part}": other_forward(part) for part in ("layernorm_mlp.fc2", "self_attention.proj")},
 }
