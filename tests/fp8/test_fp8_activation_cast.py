@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -265,3 +266,48 @@ def test_random_shapes(activation, gated, device, rng):
         alone = ops.fp8_activation_cast_transpose(x[row : row + 1], activation, E4M3, gated=gated, scale=scale)[0]
         assert_same_bits(out[row : row + 1], alone)
         assert_same_bits(out_t, padded(out.t().contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"activation": "tanh"}, ValueError, "activation to be one of gelu, gelu_tanh, relu, silu, got tanh"),
+        ({"x": (16,)}, ValueError, r"x of two dimensions, got shape \[16\]"),
+        ({"x": (4, 12)}, ValueError, r"x with columns that 8 divides, got \[4, 12\]"),
+        ({"x": (4, 8), "gated": True}, ValueError, r"x with columns that 16 divides, got \[4, 8\]"),
+        ({"x": torch.float64}, TypeError, "x of dtype torch.float32, torch.float16 or torch.bfloat16, got"),
+        ({"dtype": torch.float16}, TypeError, "dtype torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16"),
+        ({"amax": (2,)}, ValueError, r"amax of one element, got shape \[2\]"),
+        ({"scale": (2,)}, ValueError, r"scale of one element, got shape \[2\]"),
+        ({"grad": (3, 16)}, ValueError, r"grad of shape \[4, 16\], got \[3, 16\]"),
+        ({"grad": torch.float16}, TypeError, "grad of dtype torch.float32, got torch.float16"),
+        ({"accumulate_bias": True}, ValueError, "grad_bias, to which to accumulate, got none"),
+        ({"grad_bias": (8,)}, ValueError, r"grad_bias of shape \[16\], got \[8\]"),
+        ({"grad_bias": (16,), "with_bias": False}, ValueError, "no grad_bias, which is not asked for, got one"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(changes, error, words, device):
+    given: dict[str, Any] = {"x": (4, 16), "activation": "gelu", "dtype": E4M3, "amax": (1,), **changes}
+    of_gradient = given.keys() & {"grad", "grad_bias", "accumulate_bias"}
+    if of_gradient:
+        given = {"grad": (4, 16), **given}
+    for name in given.keys() & {"x", "grad", "amax", "scale", "grad_bias"}:
+        shape, dtype = (given[name], torch.float32) if isinstance(given[name], tuple) else ((4, 16), given[name])
+        given[name] = torch.zeros(shape, dtype=dtype, device=device)
+    for name in given.keys() & {"x", "grad"}:
+        given[name] += 1
+    op = ops.fp8_activation_backward_cast_transpose if of_gradient else ops.fp8_activation_cast_transpose
+    with pytest.raises(error, match=f"{op.__name__}: expected {words}"):
+        op(**given)
+    assert not given["amax"].any()
+    assert "grad_bias" not in given or not given["grad_bias"].any()
+
+
+def test_what_is_written_is_apart_from_what_is_read(device):
+    x = torch.ones(4, 16, device=device)
+    with pytest.raises(ValueError, match="expected x and amax that do not overlap"):
+        ops.fp8_activation_cast_transpose(x, "relu", E4M3, amax=x[0, :1])
+    with pytest.raises(ValueError, match="expected x and grad_bias that do not overlap"):
+        ops.fp8_activation_backward_cast_transpose(x.clone(), x, "relu", E4M3, grad_bias=x[0])
+    assert same_bits(x, torch.ones_like(x))
