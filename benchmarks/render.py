@@ -19,6 +19,7 @@ from typing import Any
 
 from cases.build.table import build_table
 from cases.collectives.table import collectives_table
+from cases.fp8.layer_table import fp8_layers_table
 from cases.fp8.linear_table import fp8_linear_table
 from cases.fp8.table import fp8_table
 from cases.graphs.table import flags_table, graphed_table, sweep_plot
@@ -40,6 +41,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "flags": flags_table,
     "fp8": fp8_table,
     "fp8_linear": fp8_linear_table,
+    "fp8_layers": fp8_layers_table,
     **{f"collectives_{world}": collectives_table for world in WORLDS},
     "build": build_table,
 }

@@ -17,6 +17,7 @@ STEP = "benchmark step"
 NODE = "autograd::engine::evaluate_function: "
 LAUNCH = re.compile(r"(cuda|cu)(Launch|Memcpy|Memset)")
 GRAPH_LAUNCH = re.compile(r"(cuda|cu)GraphLaunch")
+DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 WAITING = {
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"),
     *("cudaMalloc", "cudaFree", "cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize"),
@@ -69,6 +70,21 @@ def count_launches(events: list[dict[str, Any]]) -> dict[str, Any]:
         # CUDA's names have an underscore only before a version: cudaMemcpy_v3020, cuCtxSynchronize_v2.
         "waits": sum(call["name"].partition("_")[0] in WAITING for call in calls),
     }
+
+
+def count_device_work(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count what the device ran in the step of `trace_step`, in graphs and outside.
+
+    Returns:
+        kernels: kernels, copies and memsets. seconds: how long they took, all together.
+
+    Raises:
+        RuntimeError: there is nothing, so the profiler saw nothing.
+    """
+    times = [event["dur"] / 1e6 for event in events if event.get("cat") in DEVICE_WORK]
+    if not times:
+        raise RuntimeError("expected kernels in the trace of a step, got none: CUPTI is missing or in use")
+    return {"kernels": len(times), "seconds": sum(times)}
 
 
 def count_in_rows(timed: Sequence[tuple[dict[str, Any], Callable[[], Any]]], device: str) -> list[dict[str, Any]]:
