@@ -53,6 +53,13 @@ def test_launches_of_the_step_are_counted_and_named_by_node_and_operator(trace):
     }
 
 
+def test_what_the_device_runs_is_counted_in_graphs_and_outside(trace):
+    trace += [event("gpu_memcpy", "Memcpy DtoD", 158, 2, thread=7), event("gpu_memset", "Memset", 165, 1, thread=7)]
+    assert launches.count_device_work(trace) == {"kernels": 4, "seconds": pytest.approx(10e-6)}
+    with pytest.raises(RuntimeError, match="expected kernels in the trace of a step, got none"):
+        launches.count_device_work([one for one in trace if one["tid"] != 7])
+
+
 @pytest.mark.parametrize(
     "name",
     ["cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree"],

@@ -189,7 +189,10 @@ def engine(how: str, problem: Problem) -> Trained:
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
-    layers = [te.TransformerLayer(**problem.shape.options, fuse_qkv_params=True) for _ in range(problem.layers)]
+    layers = [
+        te.TransformerLayer(**problem.shape.options, layer_number=number + 1, fuse_qkv_params=True)
+        for number in range(problem.layers)
+    ]
     parameters = [engine_parameter(layer, name) for layer in layers for name, _ in problem.layer.named_parameters()]
     with torch.no_grad():
         for parameter, value in zip(parameters, list(problem.layer.parameters()) * problem.layers, strict=True):
