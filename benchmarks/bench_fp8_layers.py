@@ -8,7 +8,7 @@ beside bf16, torch, its compiler, and TransformerEngine.
 
 Four layers are called one after another, and numbers are those of one: a step is a later micro-batch, in which weights
 have been cast and gradients are added to those that are there. Before a variant is timed, its result and gradients are
-compared with the layers in float32: in FP8 the relative error may be 0.2. Host time is that of a step while the device
+compared with the layers in float32: in FP8 the relative error may be 0.25. Host time is that of a step while the device
 is idle; device time that between events around many; kernels, with copies and memsets, are those that the profiler sees
 the device run, in graphs too. torch's compiler takes long, so that two shapes are compiled, unless --variants asks for
 it. A complete run is kept as results/fp8_layers.json, a part of it only where --out says. Exit status: 0 measured, 1
@@ -33,7 +33,7 @@ from torch import Tensor
 
 FULL, QUICK = Sampling(repeats=15, seconds=0.03), Sampling(repeats=3, seconds=0.002)
 LAYERS = 4
-MOST_ERROR = 0.2
+MOST_ERROR = 0.25
 
 
 def numbers_of(model: Trained) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -9,7 +9,7 @@ def fp8_layers_table(record: dict[str, Any]) -> list[str]:
     """Lines of Markdown for fp8_layers.json: a row for each variant, a column for each shape."""
     lines = [
         f"One of {record['layers']} transformer layers in a later micro-batch, forward + backward: device µs / host "
-        "µs, kernels, copies and memsets.",
+        "µs, and how many kernels, copies and memsets; what is empty was not measured.",
         "",
         *table_head(record["shapes"].values()),
     ]

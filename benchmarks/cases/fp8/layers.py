@@ -57,7 +57,7 @@ SHAPES = {
     "h4096-t2048": Shape(2048, 4096, 16384, 32, 32),
     "llama-8b-t2048": Shape(2048, 4096, 14336, 32, 8, is_llama=True),
 }
-SMALL = {name: Shape(16, 32, 48, 2, 1 if shape.is_llama else 2, shape.is_llama) for name, shape in SHAPES.items()}
+SMALL = {name: Shape(64, 64, 96, 2, 1 if shape.is_llama else 2, shape.is_llama) for name, shape in SHAPES.items()}
 
 # What TransformerEngine calls the parameters, where that is not what te_graph calls them.
 ENGINE_NAMES = {
