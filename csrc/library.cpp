@@ -143,6 +143,10 @@ TORCH_LIBRARY(te_graph, m) {
         "Tensor(c!)? grad_bias=None, bool accumulate_bias=False, bool inputs_first=False) -> "
         "(Tensor, Tensor, Tensor)");
 
+    // Gradients of queries [A, B, G * n, D], keys and values [A, B, G, D], of any strides, group by group side by side:
+    // [A, B, G * (n + 2) * D].
+    def("concat_qkv(Tensor query, Tensor key, Tensor value) -> Tensor");
+
     // Scales. amax_history: [H, n]; scale, scale_inv: [n]; non_weight_mask: [n] bool, or [0] where nothing is a weight.
     def("amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "
         "Tensor non_weight_mask, Tensor update_weight_scale_inv, float fp8_max, float margin=0.0, "

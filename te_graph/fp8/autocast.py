@@ -174,6 +174,12 @@ def current_region() -> fp8_autocast | None:
     return _regions.entered[-1][0] if _regions.entered else None
 
 
+def is_in_region() -> bool:
+    """Whether this thread is in a region that is on."""
+    region = current_region()
+    return region is not None and region.enabled
+
+
 def note_call() -> None:
     """Called by modules that compute as the present region says: what is captured does so as well, and is right in
     such regions alone, unless the region began in what is captured; and only where no checkpoint calls it."""

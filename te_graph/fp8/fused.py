@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.fp8.activation import Activation
-from te_graph.fp8.autocast import current_region, note_call
+from te_graph.fp8.autocast import is_in_region, note_call
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.membership import FEATURES_MULTIPLE
 from te_graph.fp8.norm import Norm
@@ -131,8 +131,7 @@ def _can_be_fused(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.expected(linears[0])) is not None:
         return first.member is not None
-    region = current_region()
-    return region is not None and region.enabled
+    return is_in_region()
 
 
 def _is_own(producer: nn.Module) -> bool:

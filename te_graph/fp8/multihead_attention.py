@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
+from te_graph.fp8.autocast import is_in_region
 from te_graph.fp8.layer_norm_linear import LayerNormLinear
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.rotary import apply_rotary_pos_emb
+from te_graph.fp8.split_qkv import SplitQKV, split_qkv
 
 MASK_TYPES = ("causal", "no_mask", "arbitrary")
 FORMATS = ("sbhd", "bshd")
@@ -124,12 +126,12 @@ class MultiheadAttention(nn.Module):
         """The attention of queries, keys and values, [seq, batch, all of them], or [batch, seq, all of them]; of heads
         one after the other. The mask [batch or 1, 1, seq, seq] is true where nothing is looked at; angles are
         [seq, 1, 1, dim]."""
-        parts = qkv.unflatten(-1, (self.groups, self.heads_per_group + 2, self.head_dim))
+        split = SplitQKV.apply if is_in_region() else split_qkv
+        query, key, value = split(qkv, self.groups, self.heads_per_group)
         is_batch_first = self.attn_input_format == "bshd"
         if is_batch_first:
-            parts = parts.transpose(0, 1)
-        query, key, value = parts.split([self.heads_per_group, 1, 1], dim=3)
-        query, key, value = (part.flatten(2, 3) for part in (query, key, value))  # [seq, batch, heads, head_dim]
+            query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+        # Now [seq, batch, heads, head_dim] each.
         if rotary_pos_emb is not None:
             query, key = (apply_rotary_pos_emb(each, rotary_pos_emb) for each in (query, key))
         result = F.scaled_dot_product_attention(
