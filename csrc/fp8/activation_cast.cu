@@ -1,6 +1,4 @@
 // Activations, their derivatives, and casts of both.
-#include <algorithm>
-
 #include "fp8/activation_source.cuh"
 #include "fp8/current_scale.cuh"
 
@@ -13,15 +11,19 @@ namespace {
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
 template <typename T, Format kFormat, typename Source>
 __global__ void __launch_bounds__(kThreads, 2)
-    fp8_activation_cast_kernel(const Activated work, const Cast cast, const ColumnSums sums) {
+    fp8_activation_cast_kernel(const Activated work, const Cast cast, const ColumnSums sums, const bool in_cluster) {
+    wait_for_kernel_before();
     __shared__ Shared<Source::kExtra> shared;
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index);
+    const Corner corner(cast, index, in_cluster);
     const Position position = position_in(corner);
     Source source(work, position);
     read_tile<T, kFormat, true>(source, cast, sums, position, shared);
     __syncthreads();
-    write_tile(cast, sums, corner, index, shared);
+    write_tile(cast, corner, index, shared);
+    if constexpr (has_sums(Source::kExtra)) {
+        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{sums, shared.sums});
+    }
 }
 
 // Calls function.operator()<T, Source>() with where elements come from.
@@ -45,14 +47,14 @@ void with_source(const Activated& work, const Function& function) {
 
 cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, const ColumnSums& sums,
                                    cudaStream_t stream) {
-    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    cudaError_t error = cudaSuccess;
     with_source(work, [&]<typename T, typename Source>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            fp8_activation_cast_kernel<T, kFormat, Source><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
+            const auto kernel = fp8_activation_cast_kernel<T, kFormat, Source>;
+            error = launch_tiles(kernel, cast, {sums}, {}, stream, work, cast, sums);
         });
     });
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    return launch_column_sums({sums}, cast.rows, cast.columns, {}, stream);
+    return error;
 }
 
 cudaError_t launch_activation_current_scale(const Activated& work, const CurrentScale& scale, cudaStream_t stream) {

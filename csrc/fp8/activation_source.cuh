@@ -8,17 +8,33 @@
 
 namespace te_graph::fp8 {
 
-template <typename T>
-__device__ T activated(Activation activation, T x) {
-    return narrow<T>(activated(activation, widen(x)));
+template <Activation kActivation, typename T>
+__device__ T activated(T x) {
+    return narrow<T>(activated(kActivation, widen(x)));
 }
-template <typename T>
-__device__ T activation_backward(Activation activation, T dy, T x) {
-    return narrow<T>(activation_backward(activation, widen(dy), widen(x)));
+template <Activation kActivation, typename T>
+__device__ T activation_backward(T dy, T x) {
+    return narrow<T>(activation_backward(kActivation, widen(dy), widen(x)));
 }
 template <typename T>
 __device__ T product(T a, T b) {
     return narrow<T>(__fmul_rn(widen(a), widen(b)));
+}
+
+// Calls function.operator()<kActivation>(): once for an eight, whose elements are then worked on side by side. A branch
+// for each element would have each one wait for the last.
+template <typename Function>
+__device__ void with_activation(Activation activation, const Function& function) {
+    switch (activation) {
+        case Activation::kGelu:
+            return function.template operator()<Activation::kGelu>();
+        case Activation::kGeluTanh:
+            return function.template operator()<Activation::kGeluTanh>();
+        case Activation::kRelu:
+            return function.template operator()<Activation::kRelu>();
+        case Activation::kSilu:
+            return function.template operator()<Activation::kSilu>();
+    }
 }
 
 struct Nothing {};
@@ -51,11 +67,13 @@ struct ActivationSource {
     }
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
         Vector<T, 8> y;
+        with_activation(activation, [&]<Activation kActivation>() {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            y.values[k] = activated(activation, loaded.gate.values[k]);
-            if constexpr (kGated) y.values[k] = product(y.values[k], loaded.up.values[k]);
-        }
+            for (int k = 0; k < 8; ++k) {
+                y.values[k] = activated<kActivation>(loaded.gate.values[k]);
+                if constexpr (kGated) y.values[k] = product(y.values[k], loaded.up.values[k]);
+            }
+        });
         return y;
     }
 };
@@ -92,19 +110,21 @@ struct ActivationBackwardSource {
     }
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
         Vector<T, 8> dx;
-        if (is_of_up) {
+        with_activation(activation, [&]<Activation kActivation>() {
+            if (is_of_up) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    dx.values[k] = product(loaded.dy.values[k], activated<kActivation>(loaded.gate.values[k]));
+                }
+                return;
+            }
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
-                dx.values[k] = product(loaded.dy.values[k], activated(activation, loaded.gate.values[k]));
+                T dy = loaded.dy.values[k];
+                if constexpr (kGated) dy = product(dy, loaded.up.values[k]);
+                dx.values[k] = activation_backward<kActivation>(dy, loaded.gate.values[k]);
             }
-            return dx;
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            T dy = loaded.dy.values[k];
-            if constexpr (kGated) dy = product(dy, loaded.up.values[k]);
-            dx.values[k] = activation_backward(activation, dy, loaded.gate.values[k]);
-        }
+        });
         return dx;
     }
 };

@@ -4,12 +4,10 @@
 // registers, the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
 #pragma once
 
+#include "fp8/column_sums.cuh"
 #include "fp8/findings.cuh"
 
 namespace te_graph::fp8 {
-
-constexpr int kLanes = kTile / 8;  // threads that read one row of a tile
-static_assert(kLanes * kLanes == kThreads);
 
 // What else is made of the elements than their casts and amax.
 enum class Extra { kNone, kSums, kSumsAndCounts };
@@ -23,17 +21,6 @@ struct Shared {
     uint2 transposed[kTile][kLanes];
     BlockFindings<has_counts(kExtra)> findings;
     float sums[has_sums(kExtra) ? kLanes : 1][kTile];
-};
-
-// Where a tile lies.
-struct Corner {
-    int64_t top, left;
-    // Empty matrices have a tile, too.
-    __device__ Corner(const Cast& cast, int index) {
-        const int across = max(1, static_cast<int>(tiles_in(cast.columns)));
-        top = index / across * kTile;
-        left = index % across * kTile;
-    }
 };
 
 // rows: 8 x 8 bytes, row by row; on return column by column.
@@ -87,21 +74,6 @@ struct MatrixSource {
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const { return loaded; }
 };
 
-// sums: of a thread's eight columns.
-__device__ inline void put_sums(const float (&sums)[8], float (&shared)[kLanes][kTile]) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) shared[threadIdx.x / kLanes][threadIdx.x % kLanes * 8 + k] = sums[k];
-}
-// Those of a tile of [rows, columns], after a barrier.
-__device__ inline void write_sums(const ColumnSums& sums, const float (&shared)[kLanes][kTile], const Corner& corner,
-                                  int64_t rows, int64_t columns) {
-    const int64_t column = corner.left + threadIdx.x;
-    if (!sums.out || threadIdx.x >= kTile || column >= columns || corner.top >= rows) return;
-    float sum = 0;
-    for (int group = 0; group < kLanes; ++group) sum = __fadd_rn(sum, shared[group][threadIdx.x]);
-    sums.partial[corner.top / kTile * columns + column] = sum;
-}
-
 // Reads a tile of what `source` has, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are
 // aligned, and within the matrix or behind it.
 template <typename T, Format kFormat, bool kAligned, Extra kExtra, typename Source>
@@ -141,7 +113,7 @@ __device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& co
     }
     shared.findings.put(findings);
     if constexpr (has_sums(kExtra)) {
-        if (column_sums.out) put_sums(sums, shared.sums);
+        if (column_sums.out) TileSums{column_sums, shared.sums}.put(sums);
     }
     if (cast.out_t) {
         transpose(bytes);
@@ -174,11 +146,9 @@ __device__ void write_transposed(const Cast& cast, const Corner& corner, const S
 
 // The tile `index` after read_tile() and a barrier: what the threads left in `shared`.
 template <Extra kExtra>
-__device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner, int index,
-                           const Shared<kExtra>& shared) {
+__device__ void write_tile(const Cast& cast, const Corner& corner, int index, const Shared<kExtra>& shared) {
     if (cast.out_t) write_transposed(cast, corner, shared);
     shared.findings.flush(cast);
-    if constexpr (has_sums(kExtra)) write_sums(column_sums, shared.sums, corner, cast.rows, cast.columns);
     if (index == 0 && threadIdx.x == 0 && cast.scale_inv) *cast.scale_inv = __frcp_rn(*cast.scale);
 }
 

@@ -40,16 +40,20 @@ static_assert(sizeof(InlineCasts<kManyCasts>) <= 32764 - 64);
 template <typename Kind, Extra kExtra, int kCasts>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     fp8_cast_transpose_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums,
-                              const Flag noop) {
+                              const Flag noop, const bool in_cluster) {
+    wait_for_kernel_before();
     if (is_set(noop)) return;
     __shared__ Shared<kExtra> shared;
     const int entry = kCasts == 1 ? 0 : table.find(blockIdx.x);
     const Cast& cast = table.casts[entry];
     const int index = static_cast<int>(blockIdx.x - table.first_tiles[entry]);
-    const Corner corner(cast, index);
+    const Corner corner(cast, index, in_cluster);
     Kind::read(cast, column_sums, corner, shared);
     __syncthreads();
-    write_tile(cast, column_sums, corner, index, shared);
+    write_tile(cast, corner, index, shared);
+    if constexpr (has_sums(kExtra)) {
+        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{column_sums, shared.sums});
+    }
 }
 
 // A tile's way from the table into shared memory takes three reads, each waiting for the one before. All are made
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
         if (fetches) fetch(ahead, turn ^ 1);
         __syncthreads();
         if (threadIdx.x == 0) next_tile = after_next;
-        write_tile(cast, {}, corner, index, shared);
+        write_tile(cast, corner, index, shared);
         if (next >= num_tiles) break;
         __syncthreads();
     }
@@ -95,18 +99,18 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
 }  // namespace
 
 cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
-    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
     const InlineCasts<1> table{{cast}, {0}, 1};
+    cudaError_t error = cudaSuccess;
     const auto launch = [&]<typename Kind, Extra kExtra>() {
-        fp8_cast_transpose_kernel<Kind, kExtra, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
+        const auto kernel = fp8_cast_transpose_kernel<Kind, kExtra, 1>;
+        error = launch_tiles(kernel, cast, {sums}, noop, stream, table, sums, noop);
     };
     if (sums.out) {
         with_kind<true>(kind_of(cast), launch);
     } else {
         with_kind<false>(kind_of(cast), launch);
     }
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    return launch_column_sums({sums}, cast.rows, cast.columns, noop, stream);
+    return error;
 }
 
 cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, cudaStream_t stream) {
@@ -125,7 +129,7 @@ cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, c
         }
         const auto kernel = is_counting ? fp8_cast_transpose_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts>
                                         : fp8_cast_transpose_kernel<Mixed, Extra::kNone, kManyCasts>;
-        kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop);
+        kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop, false);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     return cudaSuccess;

@@ -1,7 +1,7 @@
 // Column sums from those of tiles.
 #include <algorithm>
 
-#include "fp8/element.cuh"
+#include "fp8/column_sums.cuh"
 
 namespace te_graph::fp8 {
 namespace {
@@ -16,6 +16,7 @@ struct SumsOfOneMatrix {
 // Determinism: the sums of tiles are added in their order.
 __global__ void __launch_bounds__(kThreads)
     fp8_column_sums_kernel(const __grid_constant__ SumsOfOneMatrix work, const Flag noop) {
+    wait_for_kernel_before();
     const ColumnSums& sums = work.each[blockIdx.y];
     const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (is_set(noop) || column >= work.columns || !sums.out) return;
@@ -30,11 +31,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) sum = __fadd_rn(sum, batch[b]);
     }
-    with_input(sums.dtype, [&]<typename T>() {
-        T& out = static_cast<T*>(sums.out)[column];
-        const T rounded = narrow<T>(sum);
-        out = sums.accumulate ? narrow<T>(__fadd_rn(widen(out), widen(rounded))) : rounded;
-    });
+    end_sum(sums, column, sum);
 }
 
 }  // namespace
@@ -46,8 +43,7 @@ cudaError_t launch_column_sums(std::initializer_list<ColumnSums> each, int64_t r
     SumsOfOneMatrix work{.each = {}, .columns = columns, .tiles = tiles_in(rows)};
     std::copy(each.begin(), each.end(), work.each);
     const dim3 grid(static_cast<unsigned>((columns + kThreads - 1) / kThreads), static_cast<unsigned>(each.size()));
-    fp8_column_sums_kernel<<<grid, kThreads, 0, stream>>>(work, noop);
-    return cudaGetLastError();
+    return launch_dependent(fp8_column_sums_kernel, grid, kThreads, 1, stream, work, noop);
 }
 
 }  // namespace te_graph::fp8

@@ -29,6 +29,7 @@ __device__ void sum_row(int64_t columns, float (&sums)[kSums], const Terms& term
 // Bytes per element of b bytes: x read, and once more from the cache; with a residual that is read, too, and s written.
 template <typename T>
 __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(const LayerNormStats work) {
+    wait_for_kernel_before();
     const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kRowLanes;
     if (row >= work.rows) return;
     const int64_t first = row * work.columns;
@@ -39,14 +40,25 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(
     // Each lane reads again what it has written itself.
     const auto load_sum = [&](int64_t column) { return load_eight<true>((sum ? sum : x) + column, 8); };
     if (residual) {
-        for (int64_t column = threadIdx.x % kRowLanes * 8; column < work.columns; column += kRowLanes * 8) {
-            Vector<T, 8> eight = load_eight<true>(x + column, 8);
-            const Vector<T, 8> more = load_eight<true>(residual + column, 8);
+        constexpr int kBatch = 4, kStride = kRowLanes * 8;  // eights that are loaded before the first is written
+        for (int64_t from = threadIdx.x % kRowLanes * 8; from < work.columns; from += kBatch * kStride) {
+            Vector<T, 8> eights[kBatch], more[kBatch];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                eight.values[k] = narrow<T>(__fadd_rn(widen(eight.values[k]), widen(more.values[k])));
+            for (int b = 0; b < kBatch; ++b) {
+                const int64_t column = from + b * kStride, end = work.columns - column;
+                eights[b] = load_eight<true>(x + column, end);
+                more[b] = load_eight<true>(residual + column, end);
             }
-            store_eight(sum + column, eight);
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int64_t column = from + b * kStride;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const float added = __fadd_rn(widen(eights[b].values[k]), widen(more[b].values[k]));
+                    eights[b].values[k] = narrow<T>(added);
+                }
+                if (column < work.columns) store_eight(sum + column, eights[b]);
+            }
         }
     }
     float mean[1] = {};
@@ -74,20 +86,23 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(
 
 // Grid: one block for a tile. Bytes per element of b bytes: b read, 1 written, and 1 for the transposed copy.
 template <typename T, Format kFormat>
-__global__ void __launch_bounds__(kThreads, 2) fp8_layer_norm_cast_kernel(const LayerNorm work, const Cast cast) {
+__global__ void __launch_bounds__(kThreads, 2)
+    fp8_layer_norm_cast_kernel(const LayerNorm work, const Cast cast, const bool in_cluster) {
+    wait_for_kernel_before();
     __shared__ Shared<Extra::kNone> shared;
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index);
+    const Corner corner(cast, index, in_cluster);
     const Position position = position_in(corner);
     LayerNormSource<T> source(work, position);
     read_tile<T, kFormat, true>(source, cast, {}, position, shared);
     __syncthreads();
-    write_tile(cast, {}, corner, index, shared);
+    write_tile(cast, corner, index, shared);
 }
 
 // Grid: blocks of four warps, each taking a row. Bytes per element of b bytes: 2 b read.
 template <typename T>
 __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kernel(const LayerNormBackward work) {
+    wait_for_kernel_before();
     const LayerNorm& norm = work.norm;
     const int64_t row = blockIdx.x * int64_t{kRows} + threadIdx.x / kRowLanes;
     if (row >= norm.rows) return;
@@ -95,15 +110,18 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
     const T* const grad = static_cast<const T*>(work.grad) + row * norm.columns;
     const Row at(norm, row);
     float sums[2] = {};
-    sum_row(norm.columns, sums, [&](int64_t column, float(&totals)[2]) {
-        const Vector<T, 8> of_sum = load_eight<true>(sum + column, 8), dy = load_eight<true>(grad + column, 8);
-        const Vector<float, 8> gain = gain_of(norm, column);
+    // The dtype is asked for once, so that several eights are loaded before the first is added.
+    with_input(norm.weight_dtype, [&]<typename W>() {
+        sum_row(norm.columns, sums, [&](int64_t column, float(&totals)[2]) {
+            const Vector<T, 8> of_sum = load_eight<true>(sum + column, 8), dy = load_eight<true>(grad + column, 8);
+            const Vector<float, 8> gain = gain_of<W>(norm, column);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const float dn = __fmul_rn(widen(dy.values[k]), gain.values[k]);
-            totals[0] = __fadd_rn(totals[0], __fmul_rn(dn, at.normalized(of_sum.values[k])));
-            totals[1] = __fadd_rn(totals[1], dn);
-        }
+            for (int k = 0; k < 8; ++k) {
+                const float dn = __fmul_rn(widen(dy.values[k]), gain.values[k]);
+                totals[0] = __fadd_rn(totals[0], __fmul_rn(dn, at.normalized(of_sum.values[k])));
+                totals[1] = __fadd_rn(totals[1], dn);
+            }
+        });
     });
     if (threadIdx.x % kRowLanes == 0) {
         work.row_sums[2 * row] = sums[0];
@@ -115,11 +133,14 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
 // Bytes per element of b bytes: 2 b read, b written, b more for grad_sum, 1 for the cast, and 1 for its transposed copy.
 template <typename T, Format kFormat, bool kCasts>
 __global__ void __launch_bounds__(kThreads, 2)
-    fp8_layer_norm_backward_kernel(const LayerNormBackward work, const Cast cast, const ColumnSums sums) {
+    fp8_layer_norm_backward_kernel(const LayerNormBackward work, const Cast cast, const ColumnSums sums,
+                                   const bool in_cluster) {
+    wait_for_kernel_before();
     __shared__ Shared<Extra::kSums> shared;
     __shared__ float weight_sums[kLanes][kTile], bias_sums[kLanes][kTile];
+    const TileSums of_weight{work.weight_sums, weight_sums}, of_bias{work.bias_sums, bias_sums};
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index);
+    const Corner corner(cast, index, in_cluster);
     const Position position = position_in(corner);
     LayerNormBackwardSource<T> source(work, position);
     if constexpr (kCasts) {
@@ -131,12 +152,15 @@ __global__ void __launch_bounds__(kThreads, 2)
             source.make(i, source.template load<true>(i, is_inside ? 8 : 0), is_inside);
         }
     }
-    put_sums(source.weight_sums.values, weight_sums);
-    put_sums(source.bias_sums.values, bias_sums);
+    of_weight.put(source.weight_sums.values);
+    of_bias.put(source.bias_sums.values);
     __syncthreads();
-    if constexpr (kCasts) write_tile(cast, sums, corner, index, shared);
-    write_sums(work.weight_sums, weight_sums, corner, cast.rows, cast.columns);
-    write_sums(work.bias_sums, bias_sums, corner, cast.rows, cast.columns);
+    if constexpr (kCasts) {
+        write_tile(cast, corner, index, shared);
+        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{sums, shared.sums}, of_weight, of_bias);
+    } else {
+        end_sums(corner, cast.rows, cast.columns, in_cluster, of_weight, of_bias);
+    }
 }
 
 unsigned blocks_of_rows(int64_t rows) { return static_cast<unsigned>((rows + kRows - 1) / kRows); }
@@ -145,20 +169,22 @@ unsigned blocks_of_rows(int64_t rows) { return static_cast<unsigned>((rows + kRo
 
 cudaError_t launch_layer_norm_stats(const LayerNormStats& work, cudaStream_t stream) {
     if (work.rows == 0) return cudaSuccess;
+    cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
-        fp8_layer_norm_stats_kernel<T><<<blocks_of_rows(work.rows), kRows * kRowLanes, 0, stream>>>(work);
+        error = launch_dependent(fp8_layer_norm_stats_kernel<T>, blocks_of_rows(work.rows), kRows * kRowLanes, 1,
+                                 stream, work);
     });
-    return cudaGetLastError();
+    return error;
 }
 
 cudaError_t launch_layer_norm_cast(const LayerNorm& work, const Cast& cast, cudaStream_t stream) {
-    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            fp8_layer_norm_cast_kernel<T, kFormat><<<tiles, kThreads, 0, stream>>>(work, cast);
+            error = launch_tiles(fp8_layer_norm_cast_kernel<T, kFormat>, cast, {}, {}, stream, work, cast);
         });
     });
-    return cudaGetLastError();
+    return error;
 }
 
 cudaError_t launch_layer_norm_current_scale(const LayerNorm& work, const CurrentScale& scale, cudaStream_t stream) {
@@ -171,21 +197,20 @@ cudaError_t launch_layer_norm_current_scale(const LayerNorm& work, const Current
 
 cudaError_t launch_layer_norm_backward(const LayerNormBackward& work, const Cast& cast, const ColumnSums& sums,
                                        cudaStream_t stream) {
-    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    const std::initializer_list<ColumnSums> each = {sums, work.weight_sums, work.bias_sums};
+    cudaError_t error = cudaSuccess;
     with_dtype(work.norm.dtype, [&]<typename T>() {
         if (cast.rows > 0) {
-            fp8_layer_norm_row_sums_kernel<T><<<blocks_of_rows(cast.rows), kRows * kRowLanes, 0, stream>>>(work);
+            error = launch_dependent(fp8_layer_norm_row_sums_kernel<T>, blocks_of_rows(cast.rows), kRows * kRowLanes, 1,
+                                     stream, work);
         }
-        if (!work.is_cast) {
-            fp8_layer_norm_backward_kernel<T, Format::kE4M3, false><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
-            return;
-        }
-        with_format(cast.format, [&]<Format kFormat>() {
-            fp8_layer_norm_backward_kernel<T, kFormat, true><<<tiles, kThreads, 0, stream>>>(work, cast, sums);
-        });
+        const auto launch = [&](const auto& kernel) {
+            if (error == cudaSuccess) error = launch_tiles(kernel, cast, each, {}, stream, work, cast, sums);
+        };
+        if (!work.is_cast) return launch(fp8_layer_norm_backward_kernel<T, Format::kE4M3, false>);
+        with_format(cast.format, [&]<Format kFormat>() { launch(fp8_layer_norm_backward_kernel<T, kFormat, true>); });
     });
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    return launch_column_sums({sums, work.weight_sums, work.bias_sums}, cast.rows, cast.columns, {}, stream);
+    return error;
 }
 
 }  // namespace te_graph::fp8

@@ -6,24 +6,32 @@
 
 namespace te_graph::fp8 {
 
-// Eight of `values`, fp32, fp16 or bf16 [columns], from `column` on.
+// Eight of `values`, T [columns], from `column` on.
+template <typename T>
+__device__ Vector<float, 8> widened_eight(const void* values, int64_t column) {
+    const Vector<T, 8> loaded = load_eight<true>(static_cast<const T*>(values) + column, 1);
+    Vector<float, 8> eight;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) eight.values[k] = widen(loaded.values[k]);
+    return eight;
+}
 __device__ inline Vector<float, 8> eight_of(const void* values, DType dtype, int64_t column) {
     Vector<float, 8> eight;
-    with_input(dtype, [&]<typename T>() {
-        const Vector<T, 8> loaded = load_eight<true>(static_cast<const T*>(values) + column, 1);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) eight.values[k] = widen(loaded.values[k]);
-    });
+    with_input(dtype, [&]<typename T>() { eight = widened_eight<T>(values, column); });
     return eight;
 }
 
-// g, from `column` on.
-__device__ inline Vector<float, 8> gain_of(const LayerNorm& work, int64_t column) {
-    Vector<float, 8> gain = eight_of(work.weight, work.weight_dtype, column);
-    if (work.zero_centered) {
+// g, from `column` on; W: the weight's type.
+template <typename W>
+__device__ Vector<float, 8> gain_of(const LayerNorm& work, int64_t column) {
+    Vector<float, 8> gain = widened_eight<W>(work.weight, column);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) gain.values[k] = __fadd_rn(1.0f, gain.values[k]);
-    }
+    for (int k = 0; k < 8; ++k) gain.values[k] = work.zero_centered ? __fadd_rn(1.0f, gain.values[k]) : gain.values[k];
+    return gain;
+}
+__device__ inline Vector<float, 8> gain_of(const LayerNorm& work, int64_t column) {
+    Vector<float, 8> gain;
+    with_input(work.weight_dtype, [&]<typename W>() { gain = gain_of<W>(work, column); });
     return gain;
 }
 
