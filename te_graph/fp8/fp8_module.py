@@ -20,7 +20,8 @@ class FP8Module(Protocol):
         inputs_first: it is [in, out].
         fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
         fp8: what it has in a scope, with what is known of its scales.
-        fp8_evaluated: the same in the scope of evaluations by another recipe, which change nothing of that.
+        fp8_evaluated: the same in the scope of evaluations by another recipe, or before it trains with what is loaded,
+            which change nothing of that; it may become ``fp8``, too.
         loaded_state: what was loaded before it had one.
         has_told_misfit: it has said that it computes in high precision.
     """

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_graph.fp8.fp8_module import FP8Module
-from te_graph.fp8.loaded_state import loaded_modules, untrained_state_of
+from te_graph.fp8.loaded_state import loaded_modules, members_of, untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.member import check_state, new_state, without_cast
 from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
@@ -33,10 +33,9 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
         return
     check_state(state)
     loaded = MarkedState(state.detach().clone(), mark_of_plain(plain_weight(module)))
-    module.fp8_evaluated = None
     if module.fp8 is None:
         module.loaded_state = loaded
-    else:
-        with torch.no_grad():
-            module.fp8.load_(loaded)
+    with torch.no_grad():
+        for member in members_of(module):
+            member.load_(loaded)
     loaded_modules().add(module)

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
+
+if TYPE_CHECKING:
+    from te_graph.fp8.member import Member
 
 
 class LoadedModules(OwnObject):
@@ -68,6 +71,11 @@ def are_equal(source: Tensor, weight: Tensor) -> bool:
     return is_like and torch.equal(source.detach().to(weight.device), weight.detach())
 
 
+def members_of(module: FP8Module) -> list[Member]:
+    """What ``module`` trains and evaluates with, each once."""
+    return [member for member in dict.fromkeys((module.fp8, module.fp8_evaluated)) if member is not None]
+
+
 def untrained_state_of(module: FP8Module) -> MarkedState | None:
     """What ``module`` has loaded, or taken from another scope, if it has recorded nothing since."""
     return module.loaded_state if module.fp8 is None else module.fp8.untrained_state
@@ -83,10 +91,11 @@ def recorded_mark_of(module: FP8Module) -> _C.WeightMark | None:
 
 def mark_again(module: FP8Module) -> None:
     """The weight of ``module`` is another tensor, of the same values."""
-    mark = mark_of_plain(plain_weight(module))
-    if module.fp8 is not None:
-        module.fp8.mark_again(mark)
-    elif module.loaded_state is not None:
+    before, mark = recorded_mark_of(module), mark_of_plain(plain_weight(module))
+    for member in members_of(module):
+        if member is module.fp8 or member.recorded_mark is before:
+            member.mark_again(mark)
+    if module.fp8 is None and module.loaded_state is not None:
         module.loaded_state = MarkedState(module.loaded_state.state, mark)
 
 

@@ -164,6 +164,11 @@ class Member(OwnObject):
         """Compute with the scales of ``leader``, what the same module has in another scope, from now on."""
         self._leader = weakref.ref(leader)
 
+    @property
+    def follows(self) -> bool:
+        """Whether it computes with scales of another member, or did."""
+        return self._leader is not None
+
     def take_scales_(self) -> None:
         """Have the present scales of the member that this one follows, if it follows one and both are delayed."""
         leader = None if self._leader is None else self._leader()

@@ -67,8 +67,9 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
         return _member_to_evaluate(module, scope, weight)
     _refuse_first_call_in_capture(weight.device)
     moved = _state_to_move(module, weight)
-    before = member or module.fp8_evaluated
-    module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
+    before, evaluated = member or module.fp8_evaluated, _evaluated_to_keep(module, scope, weight)
+    module.fp8 = evaluated if evaluated is not None and evaluated.scope is scope else scope.add(module)
+    module.fp8_evaluated, module.loaded_state = evaluated, None
     module.fp8.own_weight = None if before is None else before.own_weight
     if moved is not None:
         with torch.no_grad():
@@ -159,6 +160,19 @@ def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) 
             member.follow(module.fp8)
     member.take_scales_()
     return member
+
+
+def _evaluated_to_keep(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member | None:
+    """What ``module``, of ``weight`` [out, in] or [in, out], has evaluated with, if it can go on with it when it trains
+    in ``scope`` from now on, as graphs of evaluations do: it has scales of no history, or becomes what trains. Scales
+    that it is to take from another member, or no longer, would be copied in such graphs."""
+    evaluated = module.fp8_evaluated
+    if evaluated is None or not evaluated.fits(weight):
+        return None
+    if evaluated.scope is not scope:
+        return None if evaluated.scope.is_delayed else evaluated
+    fuses = module.fuse_wgrad_accumulation
+    return evaluated if evaluated.fuses_wgrad_accumulation == fuses and not evaluated.follows else None
 
 
 def _sharded_message(got: str) -> str:

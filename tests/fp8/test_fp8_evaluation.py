@@ -151,3 +151,78 @@ def test_a_graph_of_an_evaluation_follows_the_training(device: str, other: objec
 def evaluate_with(call: Callable[[Tensor], Tensor], recipe: object, x: Tensor) -> Tensor:
     with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
         return call(x)
+
+
+def trained_state(device: str, steps: int) -> dict[str, Tensor]:
+    model = new_model(device)
+    train(model, device, steps)
+    return copy.deepcopy(model.state_dict())
+
+
+def resumed_model(device: str, state: dict[str, Tensor], is_frozen: bool = False) -> nn.Sequential:
+    model = new_model(device)
+    model.load_state_dict(state)
+    model[0].weight.requires_grad_(not is_frozen)
+    return model
+
+
+def captured_evaluation(model: nn.Module, recipe: object, device: str) -> Callable[[Tensor], Tensor]:
+    with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+        return tg.make_graphed_callables(lambda x: model(x), (torch.ones(5, WIDTH, device=device),))
+
+
+@pytest.mark.parametrize("other", [OTHERS["current"], OTHERS["the same"]], ids=["current", "the same"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_graph_of_a_resumed_evaluation_follows_the_training(device: str, other: object, is_frozen: bool) -> None:
+    """It is captured before the training goes on, and replays behind loads of other states, too."""
+    states, results = [trained_state(device, steps) for steps in (2, 4)], []
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(3)).to(device) * 50
+    for graphed in (False, True):
+        model = resumed_model(device, states[0], is_frozen)
+        call = captured_evaluation(model, other, device) if graphed else model
+        found = [evaluate_with(call, other, x).clone()]
+        for state in (states[1], None, None, states[0], None):
+            if state is not None:
+                model.load_state_dict(state)
+                found.append(evaluate_with(call, other, x).clone())
+            found += [*train(model, device, 2), evaluate_with(call, other, x).clone()]
+        results.append(found)
+    assert call.te_graph.info()["forward_replays"] == 8
+    assert all(map(same_bits, *results))
+
+
+def test_a_graph_of_an_evaluation_that_is_to_take_other_scales_says_when_to_capture(device: str) -> None:
+    model, other, x = (
+        resumed_model(device, trained_state(device, 2)),
+        OTHERS["margin"],
+        torch.ones(5, WIDTH, device=device),
+    )
+    call = captured_evaluation(model, other, device)
+    evaluate_with(call, other, x)
+    train(model, device, 1)
+    with pytest.raises(
+        RuntimeError, match=r"Capture evaluations by another recipe .* after the first call that trains"
+    ):
+        evaluate_with(call, other, x)
+    call.te_graph.reset()
+    call = captured_evaluation(model, other, device)
+    found = evaluate_with(call, other, x)
+    assert same_bits(found, evaluate(copy.deepcopy(model), other, x))
+
+
+def test_a_weight_that_moves_is_evaluated_as_the_loaded_state_says(device: str) -> None:
+    """By the scale of its cast there, which is not the present one, also where the layer has evaluated before."""
+    model, x = new_model(device), torch.ones(5, WIDTH, device=device)
+    train(model, device, 3)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    with tg.fp8_autocast(recipe=TRAINING):
+        model(x)
+    state, results = copy.deepcopy(model.state_dict()), []
+    for evaluates in (False, True):
+        resumed = resumed_model(device, state)
+        if evaluates:
+            evaluate(resumed, TRAINING, x)
+        resumed._apply(torch.clone)
+        results.append(evaluate(resumed, TRAINING, x))
+    assert same_bits(*results)

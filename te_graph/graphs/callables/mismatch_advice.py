@@ -12,6 +12,11 @@ from te_graph.graphs.capture.wrappers import reason_to_refuse_module
 
 _CHECKPOINT_FLAG = "gradient_checkpointing"  # an attribute of Hugging Face's layers
 _CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradient_checkpointing_enable()"
+_EVALUATED = "fp8_evaluated of "  # what a layer evaluates with, by another recipe than it trains by
+_EVALUATED_ADVICE = (
+    ". Capture evaluations by another recipe than the training's, whose scales they take, after the first call that "
+    "trains, and by one such recipe"
+)
 _MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
 
@@ -30,8 +35,9 @@ def with_advice(label: str, message: str, form: CallForm, args: tuple, kwargs: d
 
 def with_circumstances(label: str, message: str, root: Any) -> str:
     """``message`` about what ``root`` is, or where it is called, which begins with ``label``, explained."""
-    advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in message else _wrapped_since(root)
-    return explain_fp8(label, message) + advice
+    known = {_CHECKPOINT_FLAG: _CHECKPOINT_ADVICE, _EVALUATED: _EVALUATED_ADVICE}
+    advice = next((advice for words, advice in known.items() if words in message), None)
+    return explain_fp8(label, message) + (_wrapped_since(root) if advice is None else advice)
 
 
 def _wrapped_since(root: Any) -> str:
