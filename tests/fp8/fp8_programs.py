@@ -1,31 +1,26 @@
 """Random trainings of models with FP8 layers: eagerly, and with some of their layers graphed.
 
-The reference is the eager training. A program is drawn from its seed; by hand, many of them:
-``PYTHONPATH=tests/helpers python tests/fp8/fp8_programs.py --seeds 0:1000``.
+The reference is the eager training. ``PYTHONPATH=.:tests/helpers python tests/fp8/fp8_programs.py --seeds 0:1000`` runs
+many, and makes small what differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import logging
 import random
 import sys
-import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from fp8_comparisons import ComparedProgram, Seen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import te_graph as tg
-from te_graph.testing import deterministic
 
 WIDTHS = (16, 32, 48)
 RECIPES: tuple[Callable[[], object], ...] = (
@@ -93,14 +88,14 @@ class Model(nn.Module):
 
 
 @dataclass
-class Program:
+class Program(ComparedProgram):
     """A training.
 
     Attributes:
         kinds, width, is_tied: of the model.
         dtype: of its parameters; with float32 calls are under torch.autocast of bfloat16.
         recipes: which one is in force in each step.
-        graphed: numbers of the blocks that are graphed, or none for the whole model.
+        graphed: numbers of the blocks that are graphed; None: the whole model is.
         options: of ``make_graphed_callables``.
         steps: for each step its events.
     """
@@ -150,20 +145,34 @@ class Program:
             steps=steps,
         )
 
-    def run(self, is_graphed: bool, device: str = "cpu") -> tuple[list[tuple[str, Tensor]], int]:
-        """What the training leaves, by names, and how many forwards were replayed."""
+    def pieces(self) -> list[str]:
+        """Names of what can be left out: events, and all blocks but the first."""
+        events = [f"event {step} {number}" for step, events in enumerate(self.steps) for number in range(len(events))]
+        return [*events, *(f"block {number}" for number in range(1, len(self.kinds)))]
+
+    def only(self, pieces: Sequence[str]) -> Program:
+        """The program without what is not among ``pieces``."""
+        kept = [number for number in range(len(self.kinds)) if number == 0 or f"block {number}" in pieces]
+        graphed = None if self.graphed is None else [kept.index(number) for number in self.graphed if number in kept]
+        steps = [
+            [event for number, event in enumerate(events) if f"event {step} {number}" in pieces]
+            for step, events in enumerate(self.steps)
+        ]
+        return replace(self, kinds=[self.kinds[number] for number in kept], graphed=graphed, steps=steps)
+
+    def run(self, is_graphed: bool, device: str) -> tuple[Seen, int]:
         torch.manual_seed(self.seed)
         model = Model(self.kinds, self.width, self.is_tied).to(device, self.dtype)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         self._values, self._held = torch.Generator().manual_seed(self.seed), []
         graphed: list[nn.Module] = []
-        if is_graphed:
+        if is_graphed and self.graphed != []:
             graphed = [model] if self.graphed is None else [model.blocks[number] for number in self.graphed]
             with self._region(0, device):
                 samples = tuple((self._input(model, device),) for _ in graphed)
                 self._values.manual_seed(self.seed)
                 tg.make_graphed_callables(tuple(graphed), samples, **self.options)
-        found: list[tuple[str, Tensor]] = []
+        found: Seen = []
         for number, events in enumerate(self.steps):
             for position, event in enumerate(events):
                 name = f"step {number}, {position}: {event}"
@@ -286,43 +295,6 @@ class Program:
             elif event == "export" and grad is not None:
                 self._held.append(torch.from_dlpack(grad.detach()))
 
-    def compare(self, device: str = "cpu") -> tuple[str, str, int]:
-        """A verdict ("same", "differs", "raised", "invalid"), what was found, and the replays."""
-        try:
-            expected, _ = self.run(False, device)
-        except Exception:
-            return "invalid", traceback.format_exc(), 0
-        try:
-            actual, replays = self.run(True, device)
-        except Exception:
-            return "raised", traceback.format_exc(), 0
-        for (name, one), (other, two) in zip(expected, actual, strict=True):
-            if name != other or not torch.equal(one, two):
-                return "differs", f"{name} / {other}", replays
-        return "same", "", replays
-
-
-def main() -> int:
-    """Run many and tell what came of them."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0:100", help="first:end")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    first, end = map(int, arguments.seeds.split(":"))
-    logging.getLogger("te_graph").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    tally: Counter[str] = Counter()
-    with deterministic():
-        for seed in range(first, end):
-            program = Program.draw(seed)
-            verdict, detail, replays = program.compare(arguments.device)
-            tally[verdict] += 1
-            tally["replayed"] += replays > 0
-            if verdict != "same":
-                print(f"{seed}: {verdict}: {detail}\n  {program}", flush=True)
-    print(dict(tally))
-    return int(tally["differs"] + tally["raised"] > 0)
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Program.main())

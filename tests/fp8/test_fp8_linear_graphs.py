@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fp8_comparisons import check_programs
 from fp8_programs import Program
-from seeds import first_seed
 from tensor_lists import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -229,21 +228,9 @@ def test_casts_of_one_graph_are_all_noted(device: str, pending: int) -> None:
     assert all(map(same_bits, *results))
 
 
-_PROGRAMS, _MOST_SECONDS = 30, 5.0
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_random_trainings_are_bit_equal(device: str) -> None:
-    first, started, replayed, ran = first_seed("FP8 programs"), time.monotonic(), 0, 0
-    for seed in range(first, first + _PROGRAMS):
-        program = Program.draw(seed)
-        verdict, detail, replays = program.compare(device)
-        assert verdict == "same", f"TE_GRAPH_PROGRAM_SEED={seed}: {verdict}: {detail}\n{program}"
-        ran, replayed = ran + 1, replayed + (replays > 0)
-        if time.monotonic() - started > _MOST_SECONDS and replayed:
-            break
-    # On a slow machine few run, of which a chance majority may change something in each step.
-    assert replayed and (ran < 20 or replayed * 2 > ran)
+    check_programs(Program, "FP8 programs", device, count=30, most_seconds=5)
 
 
 class Twice(nn.Module):
