@@ -12,6 +12,7 @@ import itertools
 
 import pytest
 import torch
+from fp8_recipes import BOTH_KINDS, both_kinds
 from tensor_lists import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,12 +22,6 @@ import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 WIDTH = 32
-RECIPES = {
-    "delayed": tg.DelayedScaling(amax_history_len=3),
-    "newest": tg.DelayedScaling(amax_history_len=5, amax_compute_algo="most_recent", margin=1),
-    "current": tg.Float8CurrentScaling(),
-}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 modes = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 
 
@@ -58,13 +53,13 @@ class Model(nn.Module):
 
 
 def evaluate_by_other_recipe(layer: nn.Module, x: Tensor) -> None:
-    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["delayed"]):
+    with torch.no_grad(), tg.fp8_autocast(recipe=BOTH_KINDS["delayed"]):
         layer(x)
 
 
 def evaluate_with_other_weights(layer: nn.Module, x: Tensor) -> None:
     weights = {name: 5 * one.detach() for name, one in layer.named_parameters()}
-    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["current"]):
+    with torch.no_grad(), tg.fp8_autocast(recipe=BOTH_KINDS["current"]):
         torch.func.functional_call(layer, weights, (x,))
 
 
@@ -73,7 +68,7 @@ def evaluate_with_swapped_weights(layer: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         for one in layer.parameters():
             one.mul_(7)
-    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["current"]):
+    with torch.no_grad(), tg.fp8_autocast(recipe=BOTH_KINDS["current"]):
         layer(x)
     with torch.no_grad():
         for name, one in layer.named_parameters():
@@ -94,7 +89,7 @@ def test_an_evaluation_between_forward_and_backward_changes_no_gradient(
     for act in (plainly, between):
         layer.zero_grad()
         x.grad = None
-        with tg.fp8_autocast(recipe=RECIPES["current"]):
+        with tg.fp8_autocast(recipe=BOTH_KINDS["current"]):
             y = checkpoint(layer, x, use_reentrant=use_reentrant)
         act(layer, x.detach())
         y.sum().backward()
@@ -110,7 +105,7 @@ def test_without_a_checkpoint_such_an_evaluation_is_named_in_the_backward(
     layer = tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
     x = torch.randn(16, WIDTH, device=device).bfloat16().requires_grad_()
     keep = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
-    with tg.fp8_autocast(recipe=RECIPES["current"]), keep if on_cpu else contextlib.nullcontext():
+    with tg.fp8_autocast(recipe=BOTH_KINDS["current"]), keep if on_cpu else contextlib.nullcontext():
         y = layer(x)
     between(layer, x.detach())
     with pytest.raises(RuntimeError, match=r"te_graph.Linear: .* run the backward before"):
@@ -156,7 +151,7 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     assert not different
 
 
-@recipes
+@both_kinds
 @modes
 @pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFbb"])
 def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant: bool, order: str) -> None:
@@ -166,7 +161,7 @@ def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant:
     assert_equal(train(checkpointed, recipe, device, order), train(plainly, recipe, device, order))
 
 
-@recipes
+@both_kinds
 @pytest.mark.parametrize(
     "kinds",
     [*itertools.product([False, True], repeat=2), (True,) * 3, (True, False, True)],
@@ -205,7 +200,7 @@ def test_a_call_without_gradients_inside_is_repeated_and_remains_an_evaluation(
         found = []
         for factor in (1, 3, 9):
             x = (torch.randn(5, WIDTH, device=device) * factor).requires_grad_()
-            with tg.fp8_autocast(recipe=RECIPES[recipe]):
+            with tg.fp8_autocast(recipe=BOTH_KINDS[recipe]):
                 y = call(x)
             y.square().mean().backward()
             found += [y.detach(), x.grad, student.weight.grad.clone()]
@@ -220,7 +215,7 @@ def test_an_evaluation_by_a_hook_in_the_backward_is_none_that_is_repeated(device
     x, other = torch.randn(5, WIDTH, device=device, requires_grad=True), torch.randn(5, WIDTH, device=device)
 
     def evaluate(grad: Tensor | None = None) -> None:
-        with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["delayed"]):
+        with torch.no_grad(), tg.fp8_autocast(recipe=BOTH_KINDS["delayed"]):
             results.append(layer(other))
 
     def function(x: Tensor) -> Tensor:
@@ -233,7 +228,7 @@ def test_an_evaluation_by_a_hook_in_the_backward_is_none_that_is_repeated(device
     for is_checkpointed in (False, True):
         layer.zero_grad()
         x.grad = None
-        with tg.fp8_autocast(recipe=RECIPES["current"]):
+        with tg.fp8_autocast(recipe=BOTH_KINDS["current"]):
             y = checkpoint(function, x, use_reentrant=use_reentrant) if is_checkpointed else function(x)
         y.sum().backward()
         results.append(x.grad)
@@ -242,7 +237,7 @@ def test_an_evaluation_by_a_hook_in_the_backward_is_none_that_is_repeated(device
     assert len(results) >= 3
 
 
-@recipes
+@both_kinds
 def test_a_checkpoint_inside_a_graph_changes_no_bit(device: str, recipe: object) -> None:
     """Of the non-reentrant kind: the other one is refused by torch under ``autograd.grad``, by which captures go."""
 
@@ -293,7 +288,7 @@ def checkpointed_call(layer: nn.Module, x: Tensor) -> Tensor:  # x: [..., WIDTH]
     return checkpoint(layer, x, use_reentrant=False)
 
 
-@recipes
+@both_kinds
 @modes
 @pytest.mark.parametrize("first", ["off", "on"])
 @pytest.mark.parametrize("off", [{"enabled": False}, None], ids=["disabled", "left out"])
@@ -329,7 +324,7 @@ def test_a_call_is_repeated_by_its_recipe_where_another_one_came_since(device: s
         torch.manual_seed(0)
         layer, x = tg.Linear(WIDTH, WIDTH, device=device), torch.randn(5, WIDTH, device=device, requires_grad=True)
         losses = []
-        for recipe in (RECIPES["delayed"], RECIPES["newest"]):
+        for recipe in (BOTH_KINDS["delayed"], BOTH_KINDS["newest"]):
             with tg.fp8_autocast(recipe=recipe):
                 y = checkpoint(layer, x * 3, use_reentrant=use_reentrant) if is_checkpointed else layer(x * 3)
             losses.append(y.square().sum())
@@ -350,7 +345,7 @@ def test_a_call_is_repeated_with_its_weight_where_the_layer_had_another_one_sinc
         torch.manual_seed(0)
         model = nn.Sequential(tg.Linear(WIDTH, WIDTH), nn.Tanh(), tg.Linear(WIDTH, WIDTH)).to(device)
         x = torch.randn(5, WIDTH, device=device, requires_grad=True)
-        with tg.fp8_autocast(recipe=RECIPES["current"]):
+        with tg.fp8_autocast(recipe=BOTH_KINDS["current"]):
             y = checkpoint(model, x, use_reentrant=use_reentrant)
             if has_teacher:
                 others = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
@@ -370,7 +365,7 @@ def test_a_call_is_repeated_with_its_weight_where_the_layer_had_another_one_sinc
 @pytest.mark.parametrize("is_enabled", [False, True])
 def test_a_region_that_is_left_in_a_backward_updates_nothing(device: str, is_enabled: bool) -> None:
     """A GPU's backward runs on a thread that is in no region: one inside of what it computes again is no outermost."""
-    recipe = RECIPES["delayed"]
+    recipe = BOTH_KINDS["delayed"]
     inner, other = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
     x = torch.randn(5, WIDTH, device=device, requires_grad=True)
 
@@ -401,7 +396,7 @@ def test_a_region_that_is_left_in_a_backward_updates_nothing(device: str, is_ena
 
 def test_saved_tensors_of_a_checkpoint_are_read_several_times_outside_of_a_backward(device: str) -> None:
     """Each time it is computed again, by the scales of the first call."""
-    layer, recipe = tg.Linear(WIDTH, WIDTH, device=device), RECIPES["delayed"]
+    layer, recipe = tg.Linear(WIDTH, WIDTH, device=device), BOTH_KINDS["delayed"]
     for _ in range(2):
         x = torch.randn(5, WIDTH, device=device, requires_grad=True)
         with tg.fp8_autocast(recipe=recipe):

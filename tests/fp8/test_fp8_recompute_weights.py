@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_recipes import BOTH_KINDS, both_kinds
 from tensor_lists import same_bits
 from torch import Tensor, nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
@@ -22,12 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
 ]
 WIDTH = 32
-RECIPES = {
-    "delayed": tg.DelayedScaling(amax_history_len=3),
-    "newest": tg.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
-    "current": tg.Float8CurrentScaling(),
-}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 modes = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 Move = Callable[[nn.Module, Tensor], None]
 
@@ -57,7 +52,7 @@ def states_of(model: nn.Module) -> list[Tensor]:
     return [layer.get_extra_state() for layer in model.modules() if isinstance(layer, tg.Linear)]
 
 
-@recipes
+@both_kinds
 @modes
 @pytest.mark.parametrize("computed", COMPUTED.values(), ids=COMPUTED)
 def test_weights_that_hooks_compute_are_cast_again_as_they_were(
@@ -115,7 +110,7 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 MOVES = (evaluate_teacher, evaluate_average, evaluate_teacher_and_model, evaluate_model_and_teacher)
 
 
-@recipes
+@both_kinds
 @modes
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @pytest.mark.parametrize("is_same_region", [True, False], ids=["same region", "another region"])
@@ -154,7 +149,7 @@ def test_a_weight_is_cast_again_as_it_was_where_the_layer_had_another_one_since(
 @modes
 def test_a_capture_beside_it_leaves_the_scale_of_the_first_cast(device: str, use_reentrant: bool) -> None:
     """It casts the weight itself, and puts that back."""
-    recipe, results = RECIPES["delayed"], []
+    recipe, results = BOTH_KINDS["delayed"], []
     for is_captured in (False, True):
         model, found = a_model(device), []
         for x in inputs(device, 3):
@@ -173,12 +168,12 @@ def test_a_capture_beside_it_leaves_the_scale_of_the_first_cast(device: str, use
     assert all(map(same_bits, *results))
 
 
-@recipes
+@both_kinds
 @pytest.mark.parametrize("has_teacher", [False, True])
 def test_a_graph_casts_the_weight_again_or_names_what_came_between(device: str, recipe: Any, has_teacher: bool) -> None:
     """Under delayed scaling, where the cast would count as recorded."""
     results, xs = [], [x.detach() for x in inputs(device, 5)]
-    is_refused = has_teacher and recipe is not RECIPES["current"]
+    is_refused = has_teacher and recipe is not BOTH_KINDS["current"]
     for is_graphed in (False, True):
         model, x, found = a_model(device), torch.zeros_like(xs[0]), []
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
