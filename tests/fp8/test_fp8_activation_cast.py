@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_references import E4M3, E5M2, FP8_DTYPES, FP8_NAN, reference_cast
-from fp8_tensors import X_DTYPES, Poisoned, a_scale, assert_same_bits, formats, numbers, with_specials
+from fp8_tensors import X_DTYPES, Poisoned, a_scale, assert_same_bits, formats, numbers, padded, with_specials
 from tensor_lists import no_sync, same_bits
 from torch import Tensor
 from torch.nn import functional as F
@@ -56,13 +56,6 @@ def has_bits_of_torch(activation: str, device: str) -> bool:
 def an_input(shape: tuple[int, int], gated: bool, dtype: torch.dtype, device: str) -> Tensor:
     x = numbers((shape[0], shape[1] * (2 if gated else 1)), dtype, device)
     return x + 0.0  # without -0: on the CPU torch's relu gives zeros of either sign of it
-
-
-def padded(out_t: Tensor) -> Tensor:
-    """``out_t`` [N, M] with rows of a multiple of 16, the end zeros."""
-    wide = torch.zeros(out_t.shape[0], -(-out_t.shape[1] // 16) * 16, dtype=torch.uint8, device=out_t.device)
-    wide[:, : out_t.shape[1]] = out_t.view(torch.uint8)
-    return wide.view(out_t.dtype)
 
 
 def bounds(exact: Tensor, magnitude: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -111,7 +104,7 @@ def test_the_cast_is_that_of_the_activation(activation, gated, x_dtype, dtype, c
         gate, up = x.double().chunk(2, dim=1) if gated else (x.double(), torch.ones(()))
         low, high = bounds(reference(activation, gated, x.double()), gate * up, x_dtype)
         assert_between(out, low, high, scale)
-        assert_same_bits(out_t, padded(out.t().contiguous()), shape)
+        assert_same_bits(out_t, padded(out.t()), shape)
         if y.numel():
             near = 4 * torch.finfo(x_dtype).eps + 1e-6
             torch.testing.assert_close(amax[0], y.abs().max().float(), rtol=near, atol=0.0)
@@ -148,7 +141,7 @@ def test_the_cast_of_the_gradient_is_that_of_autograd(activation, gated, x_dtype
         exact = reference_backward(activation, gated, grad.double(), x.double())
         low, high = bounds(exact, grads_magnitude(grad, x, gated), x_dtype)
         assert_between(out, low, high, scale)
-        assert_same_bits(out_t, padded(out.t().contiguous()), shape)
+        assert_same_bits(out_t, padded(out.t()), shape)
         error = (high - exact).sum(0) + 2.0**-20 * exact.abs().sum(0) + torch.finfo(x_dtype).eps * exact.sum(0).abs()
         assert bool(((sums.double() - exact.sum(0)).abs() <= error).all())
 
@@ -265,7 +258,7 @@ def test_random_shapes(activation, gated, device, rng):
         row = random.Random(rng.random()).randrange(shape[0])
         alone = ops.fp8_activation_cast_transpose(x[row : row + 1], activation, E4M3, gated=gated, scale=scale)[0]
         assert_same_bits(out[row : row + 1], alone)
-        assert_same_bits(out_t, padded(out.t().contiguous()))
+        assert_same_bits(out_t, padded(out.t()))
 
 
 @pytest.mark.parametrize(

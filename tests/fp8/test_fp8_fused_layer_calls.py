@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_fused_layers import CURRENT, HIDDEN, KINDS, WIDTH, a_layer, kinds, numbers, trained, width_of
+from fp8_fused_layers import CURRENT, HIDDEN, KINDS, WIDTH, a_layer, kinds, trained, width_of
+from fp8_tensors import normal_numbers
 from tensor_lists import same_bits
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 def test_no_tokens(device):
     for kind in KINDS:
         layer = a_layer(kind, device)
-        x = numbers(0, HIDDEN, device=device).requires_grad_()
+        x = normal_numbers(0, HIDDEN, device=device).requires_grad_()
         with tg.fp8_autocast(recipe=CURRENT):
             y = layer(x)
         y.sum().backward()
@@ -30,8 +31,8 @@ def test_no_tokens(device):
 
 def test_leading_dimensions_and_strides_of_the_input_do_not_matter(device):
     layer = a_layer("LayerNormMLP", device)
-    x, residual = (numbers(4, 6, HIDDEN, device=device) for _ in range(2))
-    grads = [numbers(24, HIDDEN, device=device) for _ in range(2)]
+    x, residual = (normal_numbers(4, 6, HIDDEN, device=device) for _ in range(2))
+    grads = [normal_numbers(24, HIDDEN, device=device) for _ in range(2)]
     expected = trained(layer, x.view(24, HIDDEN), residual.view(24, HIDDEN), grads)
     for move in (lambda t: t, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)):
         layer.zero_grad(set_to_none=True)
@@ -42,7 +43,7 @@ def test_leading_dimensions_and_strides_of_the_input_do_not_matter(device):
 
 def test_hooks_and_other_layers_in_its_place_are_called(device):
     layer = a_layer("LayerNormMLP", device)
-    x, seen = numbers(16, HIDDEN, device=device), []
+    x, seen = normal_numbers(16, HIDDEN, device=device), []
     with tg.fp8_autocast(recipe=CURRENT):
         fused = layer(x)
         handle = layer.fc2.register_forward_hook(lambda module, args, result: seen.append(result))
@@ -66,7 +67,7 @@ class Doubled(type(tg.LayerNormLinear(16, 16).layer_norm)):
 
 def test_a_norm_of_the_users_is_called(device):
     layer = a_layer("LayerNormLinear", device, torch.float32)
-    x = numbers(16, HIDDEN, device=device, dtype=torch.float32)
+    x = normal_numbers(16, HIDDEN, device=device, dtype=torch.float32)
     with tg.fp8_autocast(recipe=CURRENT):
         layer.layer_norm.__class__ = Doubled
         assert same_bits(layer(x), layer.linear(layer.layer_norm(x)))
@@ -77,8 +78,8 @@ def test_a_norm_of_the_users_is_called(device):
 def test_leaves_that_get_one_gradient_have_memory_of_their_own(kind, graphed, device):
     """x and the residual, whose ``.grad`` a second backward adds to."""
     layer = a_layer(kind, device)
-    samples = [numbers(16, HIDDEN, device=device) for _ in range(2)]
-    grads = [numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
+    samples = [normal_numbers(16, HIDDEN, device=device) for _ in range(2)]
+    grads = [normal_numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
     once = trained(layer, *samples, grads)
     leaves = [one.clone().requires_grad_() for one in samples]
     with tg.fp8_autocast(recipe=CURRENT):
@@ -95,7 +96,7 @@ def test_leaves_that_get_one_gradient_have_memory_of_their_own(kind, graphed, de
 def test_the_sum_requires_a_gradient_where_what_is_added_does(kind, device):
     layer = a_layer(kind, device)
     for with_x, with_residual in itertools.product((False, True), (False, True)):
-        leaves = [numbers(16, HIDDEN, device=device).requires_grad_(needs) for needs in (with_x, with_residual)]
+        leaves = [normal_numbers(16, HIDDEN, device=device).requires_grad_(needs) for needs in (with_x, with_residual)]
         with tg.fp8_autocast(recipe=CURRENT):
             y, total = layer(*leaves)
         assert y.requires_grad and total.requires_grad == (with_x or with_residual)
@@ -105,7 +106,7 @@ def test_the_sum_requires_a_gradient_where_what_is_added_does(kind, device):
 
 def test_the_sum_may_not_be_changed_before_the_backward(device):
     layer = a_layer("LayerNormLinear", device)
-    x, residual = (numbers(16, HIDDEN, device=device).requires_grad_() for _ in range(2))
+    x, residual = (normal_numbers(16, HIDDEN, device=device).requires_grad_() for _ in range(2))
     with tg.fp8_autocast(recipe=CURRENT):
         y, total = layer(x, residual)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def test_the_sum_may_not_be_changed_before_the_backward(device):
 
 def test_a_second_backward_and_a_derivative_of_gradients_are_refused(device):
     layer = a_layer("LayerNormMLP", device, torch.float32)
-    x = numbers(16, HIDDEN, device=device, dtype=torch.float32).requires_grad_()
+    x = normal_numbers(16, HIDDEN, device=device, dtype=torch.float32).requires_grad_()
     with tg.fp8_autocast(recipe=CURRENT):
         y = layer(x)
     y.sum().backward(retain_graph=True)
@@ -132,8 +133,8 @@ def test_a_second_backward_and_a_derivative_of_gradients_are_refused(device):
 
 def test_hooks_of_parameters_get_their_gradients(device):
     layer = a_layer("LayerNormMLP", device)
-    x = numbers(16, HIDDEN, device=device)
-    grads = [numbers(16, HIDDEN, device=device)]
+    x = normal_numbers(16, HIDDEN, device=device)
+    grads = [normal_numbers(16, HIDDEN, device=device)]
     expected = trained(layer, x, None, grads)
     layer.zero_grad(set_to_none=True)
     for parameter in layer.parameters():
@@ -163,6 +164,6 @@ def test_arguments_that_do_not_fit_are_named(build, error, words):
 
 def test_a_residual_that_does_not_fit_is_named(device):
     layer = a_layer("LayerNormLinear", device)
-    x = numbers(4, HIDDEN, device=device)
+    x = normal_numbers(4, HIDDEN, device=device)
     with pytest.raises(ValueError, match=r"LayerNormLinear: expected a residual of shape \[4, 32\] .*got \[3, 32\]"):
         layer(x, x[:3])

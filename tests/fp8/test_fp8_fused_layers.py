@@ -16,11 +16,11 @@ from fp8_fused_layers import (
     a_layer,
     assert_same,
     kinds,
-    numbers,
     trained,
     width_of,
 )
 from fp8_references import E4M3, E5M2
+from fp8_tensors import normal_numbers
 from tensor_lists import all_same_bits, same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -109,9 +109,9 @@ def by_single_ops(layer: nn.Module, x: Tensor, residual: Tensor | None, grads: l
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 def test_all_bits_are_those_of_the_single_ops(kind, dtype, tokens, with_residual, device):
     layer = a_layer(kind, device, dtype)
-    x = numbers(tokens, HIDDEN, device=device, dtype=dtype)
-    residual = numbers(tokens, HIDDEN, device=device, dtype=dtype) if with_residual else None
-    grads = [numbers(tokens, width, device=device, dtype=dtype) for width in (width_of(layer), HIDDEN)]
+    x = normal_numbers(tokens, HIDDEN, device=device, dtype=dtype)
+    residual = normal_numbers(tokens, HIDDEN, device=device, dtype=dtype) if with_residual else None
+    grads = [normal_numbers(tokens, width, device=device, dtype=dtype) for width in (width_of(layer), HIDDEN)]
     expected = by_single_ops(layer, x, residual, grads)
     assert_same(trained(layer, x, residual, grads), expected)
     again = trained(layer, x, residual, grads)  # is added to the gradients of the parameters
@@ -124,8 +124,8 @@ def test_all_bits_are_those_of_the_single_ops(kind, dtype, tokens, with_residual
 @recipes
 def test_results_are_close_to_those_without_fp8(kind, recipe, device):
     layer = a_layer(kind, device, torch.float32)
-    x, residual = (numbers(64, HIDDEN, device=device, dtype=torch.float32) for _ in range(2))
-    grads = [numbers(64, width, device=device, dtype=torch.float32) for width in (width_of(layer), HIDDEN)]
+    x, residual = (normal_numbers(64, HIDDEN, device=device, dtype=torch.float32) for _ in range(2))
+    grads = [normal_numbers(64, width, device=device, dtype=torch.float32) for width in (width_of(layer), HIDDEN)]
     plain = copy.deepcopy(layer)
     for _ in range(2):  # under delayed scaling the first step has scales of 1
         plain.zero_grad()
@@ -163,7 +163,7 @@ def trained_without(layer: nn.Module, x: Tensor, residual: Tensor, grads: list[T
 
 
 def test_activations_are_those_of_torch_outside_of_regions(device):
-    x = numbers(5, HIDDEN, device=device, dtype=torch.float32)
+    x = normal_numbers(5, HIDDEN, device=device, dtype=torch.float32)
     functions = {
         "gelu": lambda t: F.gelu(t, approximate="tanh"),
         "gelu_erf": F.gelu,
@@ -187,7 +187,7 @@ def test_activations_are_those_of_torch_outside_of_regions(device):
 def test_graphed_trainings_have_the_bits_of_eager_ones(kind, recipe, microbatches, device):
     eager = a_layer(kind, device)
     graphed = copy.deepcopy(eager)
-    x, residual = (numbers(16, HIDDEN, device=device).requires_grad_() for _ in range(2))
+    x, residual = (normal_numbers(16, HIDDEN, device=device).requires_grad_() for _ in range(2))
     with tg.fp8_autocast(recipe=recipe):
         for layer in (eager, graphed):
             layer(x, residual)[0].sum().backward()
@@ -195,7 +195,7 @@ def test_graphed_trainings_have_the_bits_of_eager_ones(kind, recipe, microbatche
         tg.make_graphed_callables(graphed, (x.detach().requires_grad_(), residual.detach().requires_grad_()))
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (eager, graphed)]
     for _ in range(3):
-        batches = [[numbers(16, HIDDEN, device=device) for _ in range(2)] for _ in range(microbatches)]
+        batches = [[normal_numbers(16, HIDDEN, device=device) for _ in range(2)] for _ in range(microbatches)]
         results = []
         for layer, optimizer in zip((eager, graphed), optimizers, strict=True):
             found = []
@@ -220,7 +220,7 @@ def test_checkpoints_change_no_bit(kind, recipe, use_reentrant, device):
     plain = a_layer(kind, device)
     checkpointed = copy.deepcopy(plain)
     for _ in range(3):
-        batch = [numbers(16, HIDDEN, device=device) for _ in range(2)]
+        batch = [normal_numbers(16, HIDDEN, device=device) for _ in range(2)]
         results = []
         for layer in (plain, checkpointed):
             leaves = [one.clone().requires_grad_() for one in batch]
@@ -242,8 +242,8 @@ def test_checkpoints_change_no_bit(kind, recipe, use_reentrant, device):
 def test_any_part_may_be_frozen(kind, device):
     layer = a_layer(kind, device)
     names = [name for name, _ in layer.named_parameters()]
-    x, residual = (numbers(16, HIDDEN, device=device) for _ in range(2))
-    grads = [numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
+    x, residual = (normal_numbers(16, HIDDEN, device=device) for _ in range(2))
+    grads = [normal_numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
     expected = trained(layer, x, residual, grads)
     choices = [[], names, *([name] for name in names), *itertools.combinations(names, 2)]
     for trains, with_x, with_residual in itertools.product(choices, (False, True), (False, True)):
@@ -271,8 +271,8 @@ def test_any_part_may_be_frozen(kind, device):
 @kinds
 def test_only_one_of_the_results_may_get_a_gradient(kind, device):
     layer = a_layer(kind, device)
-    x, residual = (numbers(16, HIDDEN, device=device) for _ in range(2))
-    grads = [numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
+    x, residual = (normal_numbers(16, HIDDEN, device=device) for _ in range(2))
+    grads = [normal_numbers(16, width, device=device) for width in (width_of(layer), HIDDEN)]
     zeros = [torch.zeros_like(grad) for grad in grads]
     for which in (0, 1):
         layer.zero_grad(set_to_none=True)
@@ -290,7 +290,7 @@ def test_only_one_of_the_results_may_get_a_gradient(kind, device):
 def test_evaluations_have_the_same_numbers_and_leave_no_trace(device):
     for kind, recipe in itertools.product(KINDS, (CURRENT, DELAYED)):
         layer = a_layer(kind, device)
-        x = numbers(16, HIDDEN, device=device)
+        x = normal_numbers(16, HIDDEN, device=device)
         with tg.fp8_autocast(recipe=recipe):
             y = layer(x)
             y.sum().backward()

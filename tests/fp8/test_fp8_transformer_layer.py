@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_tensors import normal_numbers
 from tensor_lists import all_same_bits, same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +17,7 @@ import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 HIDDEN, WIDTH, HEADS, SEQ, BATCH = 64, 96, 4, 12, 2
+SHAPE = (SEQ, BATCH, HIDDEN)  # of "bshd", 12 in a batch of sequences of 2
 RECIPES = {"current": tg.Float8CurrentScaling(), "delayed": tg.DelayedScaling(amax_history_len=4)}
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -35,10 +37,6 @@ def a_layer(kind: str, device: str, dtype: torch.dtype = torch.bfloat16, **given
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return layer
-
-
-def numbers(device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(SEQ, BATCH, HIDDEN, device=device).to(dtype)  # of "bshd", 12 in a batch of sequences of 2
 
 
 def reference(layer: tg.TransformerLayer, x: Tensor, mask: Tensor | None, angles: Tensor | None) -> Tensor:
@@ -91,7 +89,7 @@ def causal(length: int, device: str) -> Tensor:
 def test_outside_of_regions_it_is_the_layer_written_out(kind, rotary, masked, device):
     layer = a_layer(kind, device, torch.float64)
     is_batch_first = layer.self_attention.attn_input_format == "bshd"
-    x = numbers(device, torch.float64)
+    x = normal_numbers(*SHAPE, device=device, dtype=torch.float64)
     x = (x.transpose(0, 1).contiguous() if is_batch_first else x).requires_grad_()
     angles = tg.RotaryPositionEmbedding(rotary)(SEQ, device=device) if rotary else None
     mask_type = layer.self_attn_mask_type
@@ -149,7 +147,7 @@ def test_it_has_the_bits_of_its_modules_in_their_order(kind, recipe, dtype, devi
     """Under delayed scaling with the same scales, of products; norms and activations are fused where they are one
     layer."""
     fused = a_layer(kind, device, dtype)
-    batches = [[numbers(device, dtype) for _ in range(2)] for _ in range(3)]
+    batches = [[normal_numbers(*SHAPE, device=device, dtype=dtype) for _ in range(2)] for _ in range(3)]
     others = copy.deepcopy(fused)
     others.self_attention.register_forward_hook(lambda module, args, result: None)
     # Each state at once: weights of both are in one scope, and cast together.
@@ -165,7 +163,7 @@ def test_it_has_the_bits_of_its_modules_in_their_order(kind, recipe, dtype, devi
 def test_products_of_unfused_modules_are_near(kind, recipe, device):
     """Those whose input is rounded before the cast, with norms of torch: other bits, near ones."""
     fused = a_layer(kind, device, torch.float32)
-    others, x = by_modules(fused), numbers(device, torch.float32)
+    others, x = by_modules(fused), normal_numbers(*SHAPE, device=device, dtype=torch.float32)
     with tg.fp8_autocast(recipe=recipe):
         y, expected = fused(x), others(x)
     assert (y - expected).norm() < 0.05 * expected.norm()
@@ -181,10 +179,10 @@ def test_graphed_trainings_have_the_bits_of_eager_ones(kind, recipe, microbatche
     graphed = copy.deepcopy(eager)
     with tg.fp8_autocast(recipe=recipe):
         for layer in (eager, graphed):
-            layer(numbers(device) * 0).sum().backward()
+            layer(normal_numbers(*SHAPE, device=device) * 0).sum().backward()
             layer.zero_grad(set_to_none=True)
-        tg.make_graphed_callables(graphed, (numbers(device).requires_grad_(),))
-    batches = [[numbers(device) for _ in range(microbatches)] for _ in range(3)]
+        tg.make_graphed_callables(graphed, (normal_numbers(*SHAPE, device=device).requires_grad_(),))
+    batches = [[normal_numbers(*SHAPE, device=device) for _ in range(microbatches)] for _ in range(3)]
     assert all_same_bits(steps(eager, batches, recipe), steps(graphed, batches, recipe))
     assert graphed.te_graph.info()["forward_replays"] == 3 * microbatches
 
@@ -193,7 +191,7 @@ def test_dropout_drops_in_training_alone(device):
     layer = a_layer("GPT", device, torch.float32, hidden_dropout=0.5, attention_dropout=0.1)
     plain = a_layer("GPT", device, torch.float32)
     plain.load_state_dict(layer.state_dict())
-    x = numbers(device, torch.float32)
+    x = normal_numbers(*SHAPE, device=device, dtype=torch.float32)
     for recipe in (None, RECIPES["current"]):
         with tg.fp8_autocast(enabled=recipe is not None, recipe=recipe):
             torch.manual_seed(1)
@@ -207,7 +205,7 @@ def test_dropout_drops_in_training_alone(device):
 
 def test_the_layer_is_captured_with_dropout(device):
     layer = a_layer("GPT", device, torch.float32, hidden_dropout=0.5)
-    twin, x = copy.deepcopy(layer), numbers(device, torch.float32)
+    twin, x = copy.deepcopy(layer), normal_numbers(*SHAPE, device=device, dtype=torch.float32)
     recipe = RECIPES["current"]
     with tg.fp8_autocast(recipe=recipe):
         for one in (layer, twin):
@@ -240,7 +238,7 @@ def test_arguments_that_do_not_fit_are_named(given, words):
 
 
 def test_masks_that_do_not_fit_are_named(device):
-    layer, x = a_layer("GPT", device), numbers(device)
+    layer, x = a_layer("GPT", device), normal_numbers(*SHAPE, device=device)
     for given, words in (
         ({"attention_mask": causal(SEQ, device)}, "got one with 'causal'"),
         ({"self_attn_mask_type": "arbitrary"}, "got none with 'arbitrary'"),
@@ -257,11 +255,11 @@ def test_masks_that_do_not_fit_are_named(device):
 )
 def test_angles_that_do_not_fit_are_named(shape, device):
     with pytest.raises(ValueError, match=rf"rotary_pos_emb of shape \[at least {SEQ}, 1, 1, .*16\], got"):
-        a_layer("GPT", device)(numbers(device), rotary_pos_emb=torch.zeros(shape, device=device))
+        a_layer("GPT", device)(normal_numbers(*SHAPE, device=device), rotary_pos_emb=torch.zeros(shape, device=device))
 
 
 def test_other_modules_in_the_place_of_its_own_are_called(device):
-    layer, x = a_layer("GPT", device), numbers(device)
+    layer, x = a_layer("GPT", device), normal_numbers(*SHAPE, device=device)
     layer.layernorm_mlp = Experts()
     with tg.fp8_autocast(recipe=RECIPES["current"]):
         h = x + layer.self_attention(x)

@@ -36,10 +36,6 @@ def a_layer(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> nn.M
     return layer
 
 
-def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
-
-
 def trained(
     layer: nn.Module, x: Tensor, residual: Tensor | None, grads: list[Tensor], recipe: Any = CURRENT
 ) -> dict[str, Tensor]:

@@ -37,6 +37,18 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     return (torch.randn(tuple(shape), device=device) * torch.exp2(exponents)).to(dtype)
 
 
+def normal_numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random ``[*shape]`` of one magnitude, as activations are."""
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def padded(out_t: Tensor) -> Tensor:
+    """``out_t`` [N, M] with rows of a multiple of 16, the end zeros."""
+    wide = torch.zeros(out_t.shape[0], -(-out_t.shape[1] // 16) * 16, dtype=torch.uint8, device=out_t.device)
+    wide[:, : out_t.shape[1]] = out_t.view(torch.uint8)
+    return wide.view(out_t.dtype)
+
+
 def with_specials(x: Tensor, rng: random.Random) -> Tensor:
     """``x`` [...] with about one element in eight replaced by zeros, NaN, Inf and the ends of its dtype's range."""
     info = torch.finfo(x.dtype)
