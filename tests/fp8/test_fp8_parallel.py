@@ -5,12 +5,10 @@ The reference is the same two layers in one process, which all ranks run as well
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_parallel import RECIPES, assert_close, part_of, region, with_group
 from ranks import WORLDS, Rank, ranks_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +17,6 @@ import te_graph as tg
 
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 WIDTH, HIDDEN, TOKENS = 32, 64, 6
-RECIPES = {"off": None, "delayed": tg.DelayedScaling(amax_history_len=3), "current": tg.Float8CurrentScaling()}
 
 
 class MLP(nn.Module):
@@ -39,58 +36,38 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def with_group(scenario: Callable[..., None]) -> Callable[..., None]:
-    """``scenario`` with a group of all ranks as its second argument."""
-
-    @functools.wraps(scenario)
-    def run(rank: Rank, *arguments: object) -> None:
-        with tg.PeerGroup() as group:
-            scenario(rank, group, *arguments)
-
-    return run
-
-
-def region(recipe: object, group: dist.ProcessGroup | None = None) -> tg.fp8_autocast:
-    return tg.fp8_autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group)
-
-
-def assert_close(name: str, actual: Tensor, expected: Tensor, recipe: object) -> None:
-    """Up to the order of sums, and in FP8 up to the scales, which parts of a tensor have of their own."""
-    tolerance = 1e-5 if recipe is None else 0.35
-    error = (actual.double() - expected.double()).norm() / expected.double().norm()
-    assert error <= tolerance, f"{name}: {error}"
-
-
 @with_group
 def train_beside_one_process(rank: Rank, group: tg.PeerGroup, recipe_name: str, sequence_parallel: bool) -> None:
     recipe, device, dtype = RECIPES[recipe_name], rank.device, torch.float32
+    # Up to the order of sums, and in FP8 up to the scales, which parts of a tensor have of their own.
+    tolerance = 1e-5 if recipe is None else 0.35
     torch.manual_seed(5)
     model = MLP(group, sequence_parallel, dtype, device)
     torch.manual_seed(5)
     whole = MLP(None, False, dtype, device)
-    assert torch.equal(model.up.weight, whole.up.weight.chunk(rank.world)[rank.rank])
-    assert torch.equal(model.down.weight, whole.down.weight.chunk(rank.world, 1)[rank.rank])
+    assert torch.equal(model.up.weight, part_of(whole.up.weight, rank))
+    assert torch.equal(model.down.weight, part_of(whole.down.weight, rank, 1))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
     for _ in range(3):
         x = torch.randn(TOKENS * rank.world, WIDTH, device=device)
         dist.broadcast(x, 0)
-        own = (x.chunk(rank.world)[rank.rank] if sequence_parallel else x).clone().requires_grad_()
+        own = (part_of(x, rank) if sequence_parallel else x).clone().requires_grad_()
         both = x.clone().requires_grad_()
         with region(recipe, dist.group.WORLD if recipe_name == "delayed" else None):
             y = model(own)
         with region(recipe):
             expected = whole(both)
-        part = expected.chunk(rank.world)[rank.rank] if sequence_parallel else expected
-        assert_close("y", y, part, recipe)
+        part = part_of(expected, rank) if sequence_parallel else expected
+        assert_close("y", y, part, tolerance)
         y.square().sum().backward()
         expected.square().sum().backward()
-        grad = both.grad.chunk(rank.world)[rank.rank] if sequence_parallel else both.grad
-        assert_close("x.grad", own.grad, grad, recipe)
+        grad = part_of(both.grad, rank) if sequence_parallel else both.grad
+        assert_close("x.grad", own.grad, grad, tolerance)
         for name, parameter in model.named_parameters():
             of_whole = whole.get_parameter(name).grad
             dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
-            of_part = of_whole if dim is None else of_whole.chunk(rank.world, dim)[rank.rank]
-            assert_close(name, parameter.grad, of_part, recipe)
+            of_part = of_whole if dim is None else part_of(of_whole, rank, dim)
+            assert_close(name, parameter.grad, of_part, tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
