@@ -13,7 +13,7 @@ from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.fp8.autocast import current_region
 from te_graph.fp8.layer_state import has_state, load_state_, state_of
-from te_graph.fp8.loaded_state import are_equal, mark_again, recorded_mark_of
+from te_graph.fp8.loaded_state import are_equal, mark_again, marked_members, recorded_mark_of
 from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.member import Member
 from te_graph.fp8.membership import member_of
@@ -64,10 +64,11 @@ class FP8Layer(ReadyForCapture):
         """A weight that moves to other memory, with its values, is still the one that a loaded state goes with."""
         weight = plain_weight(self)
         before = weight.detach() if is_marked(recorded_mark_of(self), weight) else None
+        members = marked_members(self)
         unwritten = None if before is None else _C.WeightMark(before)
         nn.Module._apply(self, fn, recurse)
         if before is not None and unwritten.is_of_storage(before):
             weight = plain_weight(self)
             if mark_of_plain(weight) is not None and are_equal(before, weight):
-                mark_again(self)
+                mark_again(self, members)
         return self

@@ -35,6 +35,8 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
     loaded = MarkedState(state.detach().clone(), mark_of_plain(plain_weight(module)))
     if module.fp8 is None:
         module.loaded_state = loaded
+    elif (evaluated := module.fp8_evaluated) not in (None, module.fp8) and evaluated.scope.is_delayed:
+        module.fp8_evaluated = None  # whose scales are those of the training, once it goes on
     with torch.no_grad():
         for member in members_of(module):
             member.load_(loaded)

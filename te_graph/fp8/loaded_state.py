@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,11 +58,11 @@ class LoadedModules(OwnObject):
         """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times:
         where that changes nothing, their marks stay right."""
         same = [module for module in self._present() if weight is not None and plain_weight(module) is weight]
-        marked = [module for module in same if is_marked(recorded_mark_of(module), weight)]
+        marked = {module: marked_members(module) for module in same if is_marked(recorded_mark_of(module), weight)}
         is_equal = bool(marked) and isinstance(source, Tensor) and are_equal(source, weight)
         yield
-        for module in marked if is_equal else ():
-            mark_again(module)
+        for module, members in marked.items() if is_equal else ():
+            mark_again(module, members)
 
 
 def are_equal(source: Tensor, weight: Tensor) -> bool:
@@ -83,18 +83,22 @@ def untrained_state_of(module: FP8Module) -> MarkedState | None:
 
 def recorded_mark_of(module: FP8Module) -> _C.WeightMark | None:
     """Of the weight of ``module`` as it was when its amax was last recorded, here or as a loaded state says."""
-    untrained = untrained_state_of(module)
-    if untrained is not None:
-        return untrained.mark
-    return None if module.fp8 is None else module.fp8.recorded_mark
+    if module.fp8 is not None:
+        return module.fp8.known_mark
+    return None if module.loaded_state is None else module.loaded_state.mark
 
 
-def mark_again(module: FP8Module) -> None:
-    """The weight of ``module`` is another tensor, of the same values."""
-    before, mark = recorded_mark_of(module), mark_of_plain(plain_weight(module))
-    for member in members_of(module):
-        if member is module.fp8 or member.recorded_mark is before:
-            member.mark_again(mark)
+def marked_members(module: FP8Module) -> list[Member]:
+    """What ``module`` trains and evaluates with, of which the weight is as it was when its amax was recorded."""
+    weight = plain_weight(module)
+    return [member for member in members_of(module) if is_marked(member.known_mark, weight)]
+
+
+def mark_again(module: FP8Module, members: Iterable[Member]) -> None:
+    """The weight of ``module`` is another tensor, of the same values; ``members`` were marked with the one before."""
+    mark = mark_of_plain(plain_weight(module))
+    for member in members:
+        member.mark_again(mark)
     if module.fp8 is None and module.loaded_state is not None:
         module.loaded_state = MarkedState(module.loaded_state.state, mark)
 

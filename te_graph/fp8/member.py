@@ -141,6 +141,11 @@ class Member(OwnObject):
         return None if self.trains else self._untrained_state
 
     @property
+    def known_mark(self) -> _C.WeightMark | None:
+        """Of the weight when its amax was last recorded, here or as the state says that it was made with."""
+        return self.recorded_mark if self.untrained_state is None else self.untrained_state.mark
+
+    @property
     def thread(self) -> int:
         """The one that called the module last."""
         return self.products.thread

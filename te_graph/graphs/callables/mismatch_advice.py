@@ -15,7 +15,7 @@ _CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradien
 _EVALUATED = "fp8_evaluated of "  # what a layer evaluates with, by another recipe than it trains by
 _EVALUATED_ADVICE = (
     ". Capture evaluations by another recipe than the training's, whose scales they take, after the first call that "
-    "trains, and by one such recipe"
+    "trains and after loads of FP8 state, and by one such recipe"
 )
 _MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
