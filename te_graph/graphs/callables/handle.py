@@ -21,7 +21,7 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
-from te_graph.common.own_objects import OwnObject
+from te_graph.common.own_objects import ClosedObject
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
@@ -45,7 +45,7 @@ _CAPTURING, _FAILED = "inside another capture", "capturing again failed: "
 _Replayed = tuple[CallableEntry | None, list[Tensor], str | None]
 
 
-class Handle(OwnObject):
+class Handle(ClosedObject):
     """What ``.te_graph`` of a graphed callable is.
 
     Args:
@@ -80,6 +80,7 @@ class Handle(OwnObject):
         self._eager_calls = ReasonCounts()
         self._reported = Reported()
         self._is_disabled = is_disabled()
+        self._is_closed = True
         register(self)
 
     def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
@@ -404,12 +405,6 @@ class Handle(OwnObject):
             set_class(target, plain_class(type(target)))
             if self.own_forward is not None:
                 vars(target).setdefault("forward", self.own_forward)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of what is graphed is not graphed."""
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
     def __repr__(self) -> str:
         return CaptureFacts(**self.info()).line()

@@ -44,6 +44,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.put_attributes import put_on_object
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -173,6 +174,7 @@ class CallableContents(TensorReader):
             yield from self._inside_tensor(source)
         elif isinstance(obj, _CONTAINERS):
             yield from inside_container(source)
+            yield from self._put_on(source)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
                 yield source.attributes().item("registry", f"functions of {obj.__name__}")
@@ -193,6 +195,7 @@ class CallableContents(TensorReader):
                 yield from self._inside_object(source, obj.__name__)
             elif function is None:
                 yield from held_by_function(source)
+                yield from self._put_on(source)
         elif isinstance(obj, type):
             if not is_library_class(obj):
                 yield from self._inside_class(source)
@@ -223,7 +226,9 @@ class CallableContents(TensorReader):
             yield from found
             if is_of_python(type(obj)) and type(obj) not in NAMESPACES and not found:
                 yield from held_by_object(source)
-            if not is_library_class(type(obj)):
+            if is_library_class(type(obj)):
+                yield from self._put_on(source)
+            else:
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._classes_of(source)
 
@@ -261,6 +266,9 @@ class CallableContents(TensorReader):
             if self._reads(source, key) and not is_supplied(source.obj, key):
                 yield members.item(key, f"{owner}.{key}")
         yield from self._in_slots(source)
+
+    def _put_on(self, source: Source) -> Iterator[Source]:
+        return self._unless_ignored(source, put_on_object(source, self._names.said))
 
     def _in_slots(self, source: Source) -> Iterator[Source]:
         """What stands in slots, which modules and tensors may have, too."""

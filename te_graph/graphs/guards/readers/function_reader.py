@@ -54,6 +54,7 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member, member_of
+from te_graph.graphs.guards.readers.put_attributes import put_on_object
 from te_graph.graphs.guards.sources import (
     HIDES_CLASS,
     HOOK_DICTS,
@@ -206,8 +207,11 @@ class FunctionReader:
             members = (member for member in members_of(source.obj) if value_of(member) is None)
             yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
         yield from members_of_users(source)
-        if user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
-            yield from self._object_contents(source)
+        if source.depth < _MAX_DEPTH:
+            if user_classes(type(source.obj)):
+                yield from self._object_contents(source)
+            else:
+                yield from put_on_object(source, self.names.said)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
         return self.everything or self.names.may_read(obj, attribute)
