@@ -61,6 +61,7 @@ class Draft:
         self.done: list[Batch] = []
         self.busy: Counter[int] = Counter()
         self.optimizer = ""
+        self.late: list[tuple[str, str]] = []  # losses of eager code whose backward waits, with their inputs
         self.may_turn = True
         self.tied: set[int] = set()  # pieces that share a parameter
         self.main_grads: set[int] = set()
@@ -168,7 +169,11 @@ class Draft:
             if self.is_ordered:
                 batch.values.remove(argument)
         results = [self.name("y") for _ in piece.kind.gives]
-        self.add(f"call {piece.name}", f"{', '.join(results)} = m{number}({', '.join(arguments)})")
+        call = f"{', '.join(results)} = m{number}({', '.join(arguments)})"
+        if self.chance(0.2) and piece.kind.call != "{o}":
+            look = f"see('o{number} written', written_since(before, o{number}))"
+            call = f"before = versions(o{number})\n{call}\n{look}"
+        self.add(f"call {piece.name}", call)
         batch.calls[number] += 1
         if piece.kind.aliases:
             batch.shared.update(arguments, results)

@@ -1,4 +1,5 @@
-"""The zoo, second half: functions without parameters, autograd Functions, and pieces that round."""
+"""The zoo, second half: functions without parameters, autograd Functions, function transforms, writes of lists of
+tensors, and pieces that round."""
 
 from __future__ import annotations
 
@@ -209,6 +210,46 @@ def beside_detached(x: Tensor, y: Tensor) -> Tensor:
 
 def joined(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x[:2], y[2:]])
+
+
+def list_inside(x: Tensor) -> Tensor:
+    parts = [x * 2, x + 1]
+    torch._foreach_mul_(parts, 2)
+    torch._foreach_add_(parts[:1], parts[1:])
+    return parts[0] + parts[1]
+
+
+def mapped(x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: row * 2 + row.sum())(x)
+
+
+def polynomial(x: Tensor) -> Tensor:
+    return x * 2 + x.relu()
+
+
+class ListCounter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(ints(4))
+        self.register_buffer("seen", ints(4, 4))
+        self.register_buffer("calls", ints(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._foreach_add_([self.seen, self.calls], [x.detach(), x.detach() * 2])
+        torch._foreach_neg_([self.calls])
+        return x * self.p + self.seen - self.calls
+
+
+class ListOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(ints(4))
+        self.register_buffer("last", ints(4, 4))
+        self.register_buffer("before", ints(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.unbind_copy(torch.stack([x.detach(), self.last]), out=[self.last, self.before])
+        return x * self.p + self.before
 
 
 class Attention(nn.Module):

@@ -46,6 +46,8 @@ def generate(seed: int, device: str) -> Program:
     draft.wait()
     while draft.pending and rng.random() < 0.95:
         draft.backward()
+    while draft.late:
+        _late_backward(draft)
     _look_at_all(draft)
     steps = tuple(draft.steps)
     return Program(seed, device, is_exact or is_ordered, tuple(draft.pieces), tuple(draft.groups), steps)
@@ -247,6 +249,20 @@ def _call_otherwise(draft: Draft) -> None:
     draft.add("keep a result", look)
 
 
+def _late_backward(draft: Draft) -> None:
+    """Eager code saves what calls may write, and its backward waits over later steps."""
+    if draft.late:
+        loss, leaf = draft.late.pop()
+        draft.add("late backward", f"see('{loss} backward', late_backward({loss}))\nsee('{leaf}.grad', {leaf}.grad)")
+        return
+    able = [piece for piece in draft.pieces if piece.kind.call != "{o}"]
+    if able:
+        loss, leaf = draft.name("l"), draft.name("x")
+        owner = f"o{draft.rng.choice(able).number}"
+        draft.add("late loss", f"{leaf} = leaf({draft.number()}, DEV)\n{loss} = product({leaf}, {owner})")
+        draft.late.append((loss, leaf))
+
+
 def _threads(draft: Draft) -> None:
     rng = draft.rng
     able = [p for p in draft.pieces if not p.kind.random and p.kind.takes == 1 and p.kind.gives == "d"]
@@ -286,5 +302,6 @@ EVENTS: tuple[tuple[Callable[[Draft], None], int], ...] = (
     (_optimizer, 2),
     (_change, 3),
     (_call_otherwise, 2),
+    (_late_backward, 3),
     (_threads, 1),
 )

@@ -39,6 +39,36 @@ def params(owner: Any) -> list[Tensor]:
     return list(owner.parameters()) if isinstance(owner, nn.Module) else []
 
 
+def state(owner: Any) -> list[Tensor]:
+    """Parameters and buffers of a module, [...] each; of anything else none."""
+    return [*owner.parameters(), *owner.buffers()] if isinstance(owner, nn.Module) else []
+
+
+def versions(owner: Any) -> list[int]:
+    """How often each tensor of ``state`` was written."""
+    return [t._version for t in state(owner)]
+
+
+def written_since(before: list[int], owner: Any) -> list[bool]:
+    """Which tensors of ``state`` were written since ``versions`` gave ``before``."""
+    return [now > then for now, then in zip(versions(owner), before, strict=False)]
+
+
+def product(x: Tensor, owner: Any) -> Tensor:
+    """A loss of ``x`` [4, 4] whose backward needs the ``state`` of ``owner`` as it is now; []."""
+    saved = [t.detach() for t in state(owner) if t.shape == x.shape and t.dtype == x.dtype]
+    return sum(((x * t).sum() for t in saved), x.sum())
+
+
+def late_backward(loss: Tensor) -> str:
+    """Run the backward of ``loss`` [] unless what it needs was written; what came of it."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error).partition(":")[0]  # how often it was written is another thing
+    return "ran"
+
+
 def add_into_main_grad(p: Tensor) -> None:
     """Let eager execution do for ``p`` [...] what graphed callables do: gradients go to ``p.main_grad``."""
 

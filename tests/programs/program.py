@@ -156,6 +156,7 @@ class Program:
         body = "\n".join(code for _, code in self.parts())
         used = [getattr(prelude, name) for name in _HELPERS if re.search(rf"\b{name}\b", body)]
         used = [prelude.data, *used] if prelude.leaf in used and prelude.data not in used else used
+        used = [prelude.state, *used] if {prelude.versions, prelude.product} & {*used} else used
         kinds = [source for piece in self.pieces for source in piece.kind.sources]
         sources = [inspect.getsource(one) for one in dict.fromkeys([prelude.ints, *used, *kinds])]
         if any("CONSTANT" in source for source in sources):
@@ -164,7 +165,10 @@ class Program:
         return _ALONE.format(title=title, sources="\n".join(sources), device=self.device, body=indented)
 
 
-_HELPERS = ("data", "leaf", "whole", "params", "add_into_main_grad", "in_threads")
+_HELPERS = (
+    *("data", "leaf", "whole", "params", "state", "versions", "written_since", "product", "late_backward"),
+    *("add_into_main_grad", "in_threads"),
+)
 
 _ALONE = '''"""{title}"""
 from __future__ import annotations

@@ -33,9 +33,11 @@ from fractions import Fraction
 from functools import partial, wraps
 from types import MappingProxyType, SimpleNamespace
 import numpy as np
+import te_graph as tg
 import torch
 from sequences import counts
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 import CFG
 
 def tensor(seed):
@@ -61,7 +63,31 @@ def fill(module, value=1):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
+
+X = [tensor(1), tensor(2), tensor(3)]
+TOTALS = [torch.zeros(3), torch.ones(3)]
+WEIGHT = torch.ones(3, requires_grad=True)
+
+def wait():  # keeps a graph of autograd, which saves what the function writes
+    global LOSS
+    LOSS = (WEIGHT * TOTALS[0]).square().sum() + (WEIGHT * TOTALS[1]).sum()
+
+def finish():
+    try:
+        LOSS.backward()
+    except RuntimeError as error:
+        return str(error).partition(":")[0]  # without the versions, which captures count, too
+    return WEIGHT.grad
 """
+# What the function writes in place.
+_WRITES = (
+    "TOTALS[0].mul_(0.5).add_(out)",
+    "torch._foreach_mul_(TOTALS, 0.5)",
+    "torch._foreach_lerp_(TOTALS, [out, out * 2], 0.5)",
+    "torch._foreach_addcmul_(TOTALS[:1], [out], TOTALS[1:])",
+    "torch.unbind_copy(torch.stack(TOTALS) + out, out=TOTALS)",
+    "TOTALS[0].copy_(TOTALS[1]); TOTALS[1].zero_()",
+)
 _ARGUMENTS = ("$", "[$, ($, $)]", "{'a': $, 'b': [$]}", "Decimal($)", "np.float32($)", "(0.0, $)", "{$: 1.0}", "{$}")
 _COMPARED = "number(v) if isinstance(v, (int, float)) else len(str(v)) * 0.5"
 
@@ -72,12 +98,12 @@ class Program:
 
     Attributes:
         sources: setup statements and the expression that reads them, of each.
-        writes: whether the function writes a tensor in place.
+        writes: statements by which the function writes tensors in place.
         steps: statements; ``call(...)`` calls the function, ``race(...)`` on several threads.
     """
 
     sources: tuple[tuple[str, str], ...]
-    writes: bool
+    writes: tuple[str, ...]
     steps: tuple[str, ...]
 
     def text(self) -> str:
@@ -86,11 +112,10 @@ class Program:
             body.append(f"    v = {read}")
             body.append("    out = out + (v if isinstance(v, torch.Tensor) else number(v))")
         body.append("    out = out * (1.0 + len(repr(given)) * 0.5)")
-        if self.writes:
-            body.append("    TOTAL.mul_(0.5).add_(out)")
+        body += [f"    {write}" for write in self.writes]
         body.append("    return {'out': out, 'same': x, 'row': x[:2]}")
         setups = [setup for setup, _ in self.sources]
-        return "\n".join([_HEADER, "TOTAL = torch.zeros(3)", "X = [tensor(1), tensor(2), tensor(3)]", *setups, *body])
+        return "\n".join([_HEADER, *setups, *body])
 
 
 def generate(seed: int) -> Program:
@@ -98,7 +123,7 @@ def generate(seed: int) -> Program:
     chosen: list[tuple[int, Source]] = list(enumerate(rng.choices(SOURCES, k=rng.randint(1, 5))))
     steps: list[str] = []
     given = "None"
-    writes = rng.random() < 0.5
+    writes = tuple(rng.sample(_WRITES, rng.choice((0, 0, 1, 2))))
     for _ in range(rng.randint(8, 24)):
         roll = rng.random()
         if roll < 0.35:
@@ -108,6 +133,8 @@ def generate(seed: int) -> Program:
             given = _filled(rng.choice(_ARGUMENTS), 0, rng).replace("Decimal(", "Decimal(1 * ")
         elif roll < 0.47 and not writes:
             steps.append(f"race({rng.randint(1, 3)})")
+        elif roll < 0.55 and writes:
+            steps.append(rng.choice(("wait()", "finish()")))
         else:
             x = f"X[{rng.choice((0, 0, 0, 1))}]"
             call = rng.choice(
@@ -140,11 +167,13 @@ class _Side:
         exec(compile(text.replace("CFG", self.config.__name__), "<program>", "exec"), self.names)
 
     def do(self, step: str) -> list[Any]:
-        """Run the step; return what it gives and every tensor that the program has."""
+        """Run the step; return what it gives, every tensor that the program has, and which ones it has written."""
         self.names["result"] = None
-        self._run(f"result = {step}" if step.startswith(("call", "race")) else step)
+        versions = [total._version for total in self.names["TOTALS"]]
+        self._run(f"result = {step}" if step.startswith(("call", "race", "finish")) else step)
+        written = [total._version > version for total, version in zip(self.names["TOTALS"], versions, strict=True)]
         state = [value for value in self.names.values() if isinstance(value, Tensor | list | dict)]
-        found = pytree.tree_leaves([self.names["result"], [one for one in state if one is not self.names]])
+        found = pytree.tree_leaves([self.names["result"], written, [one for one in state if one is not self.names]])
         return [leaf for leaf in found if isinstance(leaf, Tensor | float | int | str)]
 
     def _race(self, calls: int) -> list[Any]:
@@ -212,7 +241,7 @@ def shrink(program: Program) -> Program:
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        for field in ("steps", "sources"):
+        for field in ("steps", "sources", "writes"):
             for number in reversed(range(len(getattr(program, field)))):
                 rest = getattr(program, field)
                 less = replace(program, **{field: rest[:number] + rest[number + 1 :]})

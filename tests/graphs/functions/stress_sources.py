@@ -218,4 +218,10 @@ SOURCES = (
     Source("class E#(enum.Enum):\n    A = 1\n    def get(self):\n        return H#\nH# = $", "E#.A.get()", ("H# = $",)),
     Source("A# = np.ones((3, 3))\nP# = A#[::2, 1]", "P#.sum()", ("A#[2, 1] = $", "A#[1, 1] = $")),
     Source("T# = threading.Event()", "1.0 + T#.is_set()", ("T#.set()", "T#.clear()")),
+    Source("T# = threading.Event()\nT#.scale = $", "T#.scale", ("T#.scale = $", "T#.other = $")),
+    Source("T# = tg.StepState('cpu')\nT#.scale = $", "T#.scale", ("T#.scale = $", "T#.set_(False)")),
+    Source("T# = tg.graphed(tensor)\nT#.scale = $", "T#.scale", ("T#.scale = $",)),
+    Source("G# = $", "torch.func.vmap(lambda row: row * G#)(x)", ("G# = $",)),
+    Source("G# = $", "checkpoint(lambda y: y * G#, x, use_reentrant=False)", ("G# = $",)),
+    Source("T# = torch.jit.trace(torch.square, (torch.ones(3),))\nG# = $", "T#(x) * G#", ("G# = $",)),
 )
