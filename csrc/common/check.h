@@ -20,6 +20,10 @@
 namespace te_graph {
 
 using MaybeTensor = std::optional<at::Tensor>;
+// tensor: [...] or undefined.
+inline MaybeTensor if_defined(const at::Tensor& tensor) {
+    return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
+}
 
 // tensor: [...].
 inline void check_dtype(const char* op, const char* argument, const at::Tensor& tensor, at::ScalarType expected) {

@@ -51,7 +51,7 @@ cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, cons
     with_source(work, [&]<typename T, typename Source>() {
         with_format(cast.format, [&]<Format kFormat>() {
             const auto kernel = fp8_activation_cast_kernel<T, kFormat, Source>;
-            error = launch_tiles(kernel, cast, {sums}, {}, stream, work, cast, sums);
+            error = launch_with_sums(kernel, cast, {sums}, {}, stream, work, cast, sums);
         });
     });
     return error;

@@ -90,8 +90,8 @@ __device__ void end_sums(const Corner& corner, int64_t rows, int64_t columns, bo
 
 // Launches kernel(arguments..., in_cluster) over the tiles of `cast`, and then what ends the sums `each` of them.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_tiles(void (*kernel)(Parameters...), const Cast& cast, std::initializer_list<ColumnSums> each,
-                         const Flag& noop, cudaStream_t stream, const Arguments&... arguments) {
+cudaError_t launch_with_sums(void (*kernel)(Parameters...), const Cast& cast, std::initializer_list<ColumnSums> each,
+                             const Flag& noop, cudaStream_t stream, const Arguments&... arguments) {
     const bool has_sums = std::any_of(each.begin(), each.end(), [](const ColumnSums& sums) { return sums.out; });
     const int64_t tiles = tiles_of(cast), down = tiles_in(cast.rows);
     bool in_cluster = false;

@@ -16,9 +16,6 @@ namespace {
 enum Saved { kSum, kWeight, kMean, kRstd };  // of a norm
 constexpr size_t kInput = 0;                 // of an activation
 
-// tensor: [...] or undefined.
-MaybeTensor if_defined(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
-
 }  // namespace
 
 // What a stage's product gets for its backward: the cast of the gradient of its result, [M, O], [O, padded(M)], [1], and
@@ -80,19 +77,10 @@ void FusedBackward::find_memory(size_t i, StageRun& run, const at::Tensor& grad)
 
 // grad: [M, O], of the result of the last product; results: [...] each -> [M, I], of its input.
 at::Tensor FusedBackward::last_product(StageRun& run, const at::Tensor& grad, variable_list& results) {
-    static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-        const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-        const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType, std::array<bool, 3>,
-        const MaybeTensor&, bool, const MaybeTensor&, bool, bool)>("te_graph::fp8_linear_backward");
     Stage& stage = stages_.back();
-    const ProductBackward& product = stage.product;
     find_memory(stages_.size() - 1, run, grad);
-    auto [below, grad_weight, grad_bias] =
-        op.call(grad, run.product.weight_t, product.products().weight_scale_inv(), run.product.x_t,
-                run.product.x_scale_inv, product.column().scale, product.column().amax, product.grad_dtype(),
-                stage.input_dtype, run.product.weight_dtype, {run.needs_input, run.needs_weight, run.needs_bias},
-                run.product.weight_memory(), run.product.accumulates_weight(), run.product.bias_memory(),
-                run.product.accumulates_bias(), product.products().inputs_first());
+    auto [below, grad_weight, grad_bias] = stage.product.multiply(run.product, grad, stage.input_dtype,
+                                                                  {run.needs_input, run.needs_weight, run.needs_bias});
     std::tie(results[stage.weight_edge()], results[stage.bias_edge()]) =
         stage.product.end(run.product, std::move(grad_weight), std::move(grad_bias));
     return below;

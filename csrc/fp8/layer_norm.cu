@@ -181,7 +181,7 @@ cudaError_t launch_layer_norm_cast(const LayerNorm& work, const Cast& cast, cuda
     cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            error = launch_tiles(fp8_layer_norm_cast_kernel<T, kFormat>, cast, {}, {}, stream, work, cast);
+            error = launch_with_sums(fp8_layer_norm_cast_kernel<T, kFormat>, cast, {}, {}, stream, work, cast);
         });
     });
     return error;
@@ -205,7 +205,7 @@ cudaError_t launch_layer_norm_backward(const LayerNormBackward& work, const Cast
                                      stream, work);
         }
         const auto launch = [&](const auto& kernel) {
-            if (error == cudaSuccess) error = launch_tiles(kernel, cast, each, {}, stream, work, cast, sums);
+            if (error == cudaSuccess) error = launch_with_sums(kernel, cast, each, {}, stream, work, cast, sums);
         };
         if (!work.is_cast) return launch(fp8_layer_norm_backward_kernel<T, Format::kE4M3, false>);
         with_format(cast.format, [&]<Format kFormat>() { launch(fp8_layer_norm_backward_kernel<T, kFormat, true>); });

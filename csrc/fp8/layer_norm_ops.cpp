@@ -118,8 +118,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 
 // Column sums that an op makes: its result [N], or [0] where they are not asked for or go into `out`, and where they go.
 struct SumsOut {
-    at::Tensor result;
-    Sums sums;
+    at::Tensor result;  // [N] or [0]
+    at::Tensor target;  // [N], that or what was given; undefined: they are not asked for
 };
 // out: [N], of `dtype`; x: [M, N].
 SumsOut sums_out(const char* argument, bool is_asked_for, const MaybeTensor& out, bool accumulate, const at::Tensor& x,
@@ -127,8 +127,7 @@ SumsOut sums_out(const char* argument, bool is_asked_for, const MaybeTensor& out
     check_grad_out(kLayerNormBackward, argument, out, is_asked_for, accumulate, dtype, {x.size(1)}, x.device());
     const bool is_result = is_asked_for && !out;
     const at::Tensor result = empty_on(x.device(), {is_result ? x.size(1) : 0}, dtype);
-    return {result,
-            sums_into(kLayerNormBackward, is_result ? result : out.value_or(at::Tensor()), x.size(0), accumulate)};
+    return {result, is_result ? result : out.value_or(at::Tensor())};
 }
 
 // Results are ds [M, N]; with a dtype its casts as above, without three of [0]; the gradients of weight and bias and the
@@ -200,8 +199,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     work.grad_sum = address_of(more);
     work.grad_x = grad_x.data_ptr();
     work.row_sums = row_sums.data_ptr<float>();
-    work.weight_sums = of_weight.sums.sums;
-    work.bias_sums = of_bias.sums.sums;
+    const Sums weight_sums = sums_into(kLayerNormBackward, of_weight.target, rows, accumulate_weight);
+    const Sums bias_sums = sums_into(kLayerNormBackward, of_bias.target, rows, accumulate_bias);
+    work.weight_sums = weight_sums.sums;
+    work.bias_sums = bias_sums.sums;
 
     Operand operand;
     const auto find = [](const CurrentScale&) {};
@@ -209,18 +210,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
         TE_GRAPH_RUN(device, layer_norm_backward, work, one, sums);
     };
     const Made made{rows, work.norm.columns, work.norm.dtype, device, find, cast};
-    const at::Tensor sums = output_mask[2] && !column_sums ? of_x.result : column_sums.value_or(at::Tensor());
     if (work.is_cast) {
-        operand = cast_made(kLayerNormBackward, made, {scale, amax, *dtype}, with_transposed, sums, accumulate_sums);
+        operand =
+            cast_made(kLayerNormBackward, made, {scale, amax, *dtype}, with_transposed, of_x.target, accumulate_sums);
     } else {
-        Cast nothing{};
-        nothing.rows = rows;
-        nothing.columns = work.norm.columns;
-        cast(nothing, {});
+        Cast sizes{};
+        sizes.rows = rows;
+        sizes.columns = work.norm.columns;
+        cast(sizes, {});
         // Under current scaling all of ds has to be there before any of it is cast.
         if (dtype) {
-            operand =
-                cast_operand(kLayerNormBackward, grad_x, {scale, amax, *dtype}, with_transposed, sums, accumulate_sums);
+            operand = cast_operand(kLayerNormBackward, grad_x, {scale, amax, *dtype}, with_transposed, of_x.target,
+                                   accumulate_sums);
         }
     }
     note_writes({amax, grad_weight, grad_bias, column_sums});

@@ -3,13 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include "common/own_op.h"
-
 namespace te_graph::fp8 {
 
 using torch::autograd::variable_list;
-
-using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 void LinearBackward::release_variables() {
     const std::lock_guard lock(mutex_);
@@ -27,11 +23,6 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const at::Tensor grad = must_be_followed ? gradients[0].detach().requires_grad_() : gradients[0];
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
-    static const auto op =
-        own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                     const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
-                     std::array<bool, 3>, const MaybeTensor&, bool, const MaybeTensor&, bool, bool)>(
-            "te_graph::fp8_linear_backward");
     ProductBackward::Run run = product_.begin();
     // Where nothing is followed, autograd's part, some of the call's time on the host, is left out.
     const bool is_followed = at::GradMode::is_enabled();
@@ -40,10 +31,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     if (!is_followed && !is_looked_at(*this)) {
         product_.find_memory(run, grad, mask[1] ? &next_edge(1) : nullptr, mask[2] ? &next_edge(2) : nullptr);
     }
-    auto [grad_x, grad_weight, grad_bias] = op.call(
-        grad, run.weight_t, product_.products().weight_scale_inv(), run.x_t, run.x_scale_inv, product_.column().scale,
-        product_.column().amax, product_.grad_dtype(), x_dtype_, run.weight_dtype, mask, run.weight_memory(),
-        run.accumulates_weight(), run.bias_memory(), run.accumulates_bias(), product_.products().inputs_first());
+    auto [grad_x, grad_weight, grad_bias] = product_.multiply(run, grad, x_dtype_, mask);
     auto [of_weight, of_bias] = product_.end(run, std::move(grad_weight), std::move(grad_bias));
     return {std::move(grad_x), std::move(of_weight), std::move(of_bias)};
 }

@@ -2,18 +2,12 @@
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#include "common/own_op.h"
 #include "fp8/gemm.h"
 
 namespace te_graph::fp8 {
 
 using torch::autograd::SavedVariable;
-
-namespace {
-
-// tensor: [...] or undefined.
-MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
-
-}  // namespace
 
 bool is_looked_at(const torch::autograd::Node& node) {
     return !node.post_hooks().empty() ||
@@ -50,7 +44,8 @@ at::Tensor ProductBackward::unpack_weight_t() {
 ProductBackward::Run ProductBackward::begin() {
     products_->grad_column_.begin_cast(steps_.get(), Direction::kBackward);
     const at::Tensor weight_t = unpack_weight_t();
-    return {maybe(weight_t), maybe(saved_[1].unpack()), maybe(saved_[2].unpack()), {}, {}, weight_dtype_};
+    return {if_defined(weight_t), if_defined(saved_[1].unpack()), if_defined(saved_[2].unpack()), {}, {},
+            weight_dtype_};
 }
 
 // grad: [...].
@@ -65,6 +60,19 @@ void ProductBackward::find_memory(Run& run, const at::Tensor& grad, const torch:
         run.bias = ParameterGrad::find(*bias, {products_->weight_.size(0)}, grad.scalar_type(), kAnywhere, grad,
                                        steps_.get(), {});
     }
+}
+
+// grad: [..., O] -> [..., I], [O, I] or [I, O], [O].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ProductBackward::multiply(const Run& run, const at::Tensor& grad,
+                                                                         at::ScalarType x_dtype,
+                                                                         std::array<bool, 3> output_mask) const {
+    static const auto op = own_op<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+        const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+        const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType, std::array<bool, 3>,
+        const MaybeTensor&, bool, const MaybeTensor&, bool, bool)>("te_graph::fp8_linear_backward");
+    return op.call(grad, run.weight_t, products_->weight_scale_inv(), run.x_t, run.x_scale_inv, column().scale,
+                   column().amax, grad_dtype(), x_dtype, run.weight_dtype, output_mask, run.weight_memory(),
+                   run.accumulates_weight(), run.bias_memory(), run.accumulates_bias(), products_->inputs_first());
 }
 
 // grad_weight: [O, I] or [I, O]; grad_bias: [O].

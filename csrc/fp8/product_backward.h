@@ -59,6 +59,11 @@ public:
     // weight, bias: edges to the parameters whose gradients are asked for, or null.
     void find_memory(Run& run, const at::Tensor& grad, const torch::autograd::Edge* weight,
                      const torch::autograd::Edge* bias) const;
+    // Multiplies grad [..., O]: gradients of x, [..., I] of x_dtype, weight and bias, as far as output_mask asks for them
+    // and they do not go by themselves.
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> multiply(const Run& run, const at::Tensor& grad,
+                                                            at::ScalarType x_dtype,
+                                                            std::array<bool, 3> output_mask) const;
     // After the launches. grad_weight: [O, I] or [I, O], grad_bias: [O], results of the ops -> what the engine gets.
     std::pair<at::Tensor, at::Tensor> end(Run& run, at::Tensor grad_weight, at::Tensor grad_bias);
 

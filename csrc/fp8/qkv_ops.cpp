@@ -27,8 +27,9 @@ c10::SymInt heads_per_group(const at::Tensor& query, const at::Tensor& key) {  /
     return query.sym_size(2) / groups;
 }
 
-// The three: [A, B, G * n, D], [A, B, G, D] and [A, B, G, D].
-void check_qkv(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+void check_qkv(const at::Tensor& query,    // [A, B, G * n, D]
+               const at::Tensor& key,      // [A, B, G, D]
+               const at::Tensor& value) {  // [A, B, G, D]
     auto expected = key.sym_sizes().vec();
     TORCH_CHECK_VALUE(value.sym_sizes() == c10::SymIntArrayRef(expected), kConcatQkv, ": expected value of shape ",
                       key.sym_sizes(), ", as key, got ", value.sym_sizes());

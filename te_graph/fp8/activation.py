@@ -57,6 +57,6 @@ class Activation(nn.Module):
         gate, up = x.chunk(2, dim=-1)
         return self._function(gate) * up
 
-    def producer(self) -> _C.FusedActivation:
+    def fused(self) -> _C.FusedActivation:
         """The same where its result is cast."""
         return _C.FusedActivation(self._op, self.is_gated)

@@ -88,7 +88,7 @@ def _fused(
         scales = [call.scale() for call in calls]
         fused = [
             _C.FusedStage(
-                _C.CastAlone() if producer is None else producer.producer(),
+                _C.CastAlone() if producer is None else producer.fused(),
                 call.member.products,
                 weight,
                 None if linear.bias is None else linear.bias.contiguous(),

@@ -78,7 +78,7 @@ class Norm(nn.Module):
             return F.rms_norm(x, (self.features,), weight, self.eps).to(dtype)
         return F.layer_norm(x, (self.features,), weight, bias, self.eps).to(dtype)
 
-    def producer(self) -> _C.FusedNorm:
+    def fused(self) -> _C.FusedNorm:
         """The same where its result is cast."""
         is_rms = self.normalization == "RMSNorm"
         return _C.FusedNorm(self.weight, self.bias, self.eps, is_rms, self.zero_centered_gamma)
