@@ -85,9 +85,11 @@ void LinearProducts::begin_captured_cast(bool records_amax) const {
     // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
     // as well as after it.
     TORCH_CHECK(steps.find(Direction::kForward, weight_step_identity(true)) != nullptr, kLinear,
-                ": expected a weight that what is captured does not write before it calls the layer, since delayed "
-                "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
-                "capture, or use te_graph.Float8CurrentScaling");
+                ": expected a layer whose weight what is captured writes, or replaces by another one "
+                "(torch.func.functional_call), to be trained there before that, with the weight that it had, since "
+                "delayed scaling keeps the amaxes of all that is cast, got one that is not: write the weight, or "
+                "evaluate with others, behind the first call that trains, or outside of the capture, or use "
+                "te_graph.Float8CurrentScaling");
     weight_column_.begin_cast(&steps, Direction::kForward);
 }
 

@@ -42,7 +42,7 @@ class Program(ComparedProgram):
     events: tuple[Event, ...]
 
     REFUSALS = (  # of functions under delayed scaling; on a GPU captures meet what earlier calls left on other streams
-        *("called with them first", "does not write before it calls the layer"),
+        *("called with them first", "to be trained there before that"),
         "with the same parameters is still held",
     )
 

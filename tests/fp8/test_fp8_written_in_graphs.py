@@ -19,7 +19,7 @@ RECIPES = {"delayed": tg.DelayedScaling(amax_history_len=3), "current": tg.Float
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 WIDTH = 32
 # What a forward does, one letter each, with layer a or b: w writes its weight, n calls it without gradients, g with.
-REFUSED = "called with them first|does not write before it calls the layer"
+REFUSED = "called with them first|to be trained there before that"
 
 
 class Program(nn.Module):
