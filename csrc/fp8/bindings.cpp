@@ -92,19 +92,29 @@ void bind(py::module_& m) {
              })
         .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def("is_noted", &LinearProducts::is_noted)
-        .def_property_readonly("casts", &LinearProducts::casts)
+        .def("holds", &LinearProducts::holds, py::arg("weight"))
+        .def_property_readonly("cast_number", &LinearProducts::cast_number)
+        .def_property(
+            "recorded",
+            [](const LinearProducts& products) {
+                LinearProducts::Recorded recorded = products.recorded();
+                return std::make_pair(std::move(recorded.mark), recorded.number);
+            },
+            [](LinearProducts& products, std::pair<std::optional<WeightMark>, std::optional<int64_t>> recorded) {
+                products.set_recorded({std::move(recorded.first), recorded.second});
+            })
         .def_property("trains", &LinearProducts::trains, &LinearProducts::set_trains)
         .def_property("thread", &LinearProducts::thread, &LinearProducts::set_thread)
         .def("has_recorded_amax", &LinearProducts::has_recorded_amax, py::arg("weight"))
         .def(
             "note_cast",
-            [](LinearProducts& products, const WeightMark& mark, bool records_amax, std::shared_ptr<CastDone> done) {
-                products.note_cast(mark, records_amax, std::move(done));
-            },
-            py::arg("mark"), py::arg("records_amax"), py::arg("done"))
+            [](LinearProducts& products, const WeightMark& mark, bool is_recorded, std::shared_ptr<CastDone> done,
+               std::optional<int64_t> repeated) { products.note_cast(mark, is_recorded, std::move(done), repeated); },
+            py::arg("mark"), py::arg("is_recorded"), py::arg("done"), py::arg("repeated"))
         .def("note_scales_read_elsewhere", &LinearProducts::note_scales_read_elsewhere, unlocked)
         .def("begin_captured_cast", &LinearProducts::begin_captured_cast, py::arg("records_amax"), unlocked)
-        .def("note_captured_cast", &LinearProducts::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
+        .def("note_captured_cast", &LinearProducts::note_captured_cast, py::arg("weight"), py::arg("records_amax"),
+             py::arg("is_recorded"), py::arg("repeated"))
         .def("begin_input_cast", &LinearProducts::begin_input_cast, py::arg("records_amax"), unlocked)
         .def("set_fast_region", &LinearProducts::set_fast_region, py::arg("number"))
         .def("fast_call", &LinearProducts::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)

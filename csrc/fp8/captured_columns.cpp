@@ -55,6 +55,7 @@ void CapturedColumns::update_if_left() {
 
 void CapturedColumns::launch_update() {
     table_->launch_update();
+    updated_.merge(due_);
     due_.clear();
     due_before_.clear();
     left_ = Left::kNone;
@@ -94,7 +95,7 @@ bool CapturedColumns::repeats(const HostStep& other) const {
 
 void CapturedColumns::finish() {
     // Not before the launch: another thread's update in between would take what the graph will record for done.
-    table_->note_captured(before_, due_);
+    table_->note_captured(before_, updated_, due_);
     if (left_ != Left::kNone && region() == 0) table_->update_if_due();  // where no outer one was entered since
 }
 

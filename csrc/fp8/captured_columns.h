@@ -55,6 +55,7 @@ private:
     const std::shared_ptr<ScaleTable> table_;
     std::vector<Use> uses_;               // until the first update in the graph
     std::set<int64_t> due_, due_before_;  // those since the last update, in the graph and before it
+    std::set<int64_t> updated_;           // cast in the graph, and updated there
     Left left_ = Left::kNone;             // a region with casts, since the last update
     Left decided_ = Left::kNone;          // what an update in the graph, or its absence, went by
     bool has_updates_ = false;

@@ -43,15 +43,26 @@ std::optional<at::Tensor> LinearProducts::begin_input_cast(bool records_amax) {
     return input_column_.scale ? std::optional(input_column_.scale->clone()) : std::nullopt;
 }
 
+const CapturedCastStep* LinearProducts::captured_cast() const {
+    const std::shared_ptr<HostSteps> steps = HostSteps::current();
+    if (steps == nullptr) return nullptr;
+    return static_cast<CapturedCastStep*>(steps->find(Direction::kForward, captured_cast_step_identity()));
+}
+
 bool LinearProducts::is_cast(const at::Tensor& weight, bool records_amax) const {
-    if (const auto steps = HostSteps::current()) {
-        const auto* const captured =
-            static_cast<CapturedCastStep*>(steps->find(Direction::kForward, captured_cast_step_identity()));
-        if (captured != nullptr) return captured->is_of(weight, records_amax);
+    if (HostSteps::current() != nullptr) {
+        if (const auto* const captured = captured_cast()) return captured->is_of(weight, records_amax);
         records_amax = false;
     }
     const std::lock_guard lock(mutex_);
-    return (has_recorded_amax_ || !records_amax) && cast_mark_.is_of(weight);
+    return (has_recorded_amax_ || (!records_amax && cast_updated_casts_ == updated_casts())) &&
+           cast_mark_.is_of(weight);
+}
+
+bool LinearProducts::holds(const at::Tensor& weight) const {
+    if (const auto* const captured = captured_cast()) return captured->is_of(weight, false);
+    const std::lock_guard lock(mutex_);
+    return cast_mark_.is_of(weight);
 }
 
 bool LinearProducts::has_recorded_amax(const at::Tensor& weight) const {
@@ -67,12 +78,35 @@ bool LinearProducts::is_noted() const {
     return steps != nullptr && (has(true) || has(false));
 }
 
-void LinearProducts::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done) {
+void LinearProducts::note_cast(WeightMark mark, bool is_recorded, std::shared_ptr<const CastDone> done,
+                               std::optional<int64_t> repeated, std::optional<int64_t> updated_casts) {
     const std::lock_guard lock(mutex_);
     cast_mark_ = std::move(mark);
-    has_recorded_amax_ = records_amax;
+    has_recorded_amax_ = is_recorded;
     cast_done_ = std::move(done);
-    ++casts_;
+    cast_number_ = repeated ? *repeated : ++casts_;
+    cast_updated_casts_ = updated_casts ? *updated_casts : this->updated_casts();
+    if (is_recorded && weight_column_.table != nullptr) recorded_ = {cast_mark_, cast_number_};
+}
+
+LinearProducts::Recorded LinearProducts::recorded() const {
+    const std::lock_guard lock(mutex_);
+    return recorded_;
+}
+
+void LinearProducts::set_recorded(Recorded recorded) {
+    if (weight_column_.table == nullptr) return;
+    const std::lock_guard lock(mutex_);
+    recorded_ = std::move(recorded);
+}
+
+int64_t LinearProducts::cast_number() const {
+    const std::lock_guard lock(mutex_);
+    return cast_number_;
+}
+
+int64_t LinearProducts::updated_casts() const {
+    return weight_column_.table == nullptr ? 0 : weight_column_.table->updated_casts(weight_column_.column);
 }
 
 void LinearProducts::begin_captured_cast(bool records_amax) const {
@@ -103,12 +137,16 @@ void LinearProducts::note_scales_read_elsewhere() const {
 }
 
 // weight: [O, I] or [I, O].
-void LinearProducts::note_captured_cast(const at::Tensor& weight, bool records_amax) {
+void LinearProducts::note_captured_cast(const at::Tensor& weight, bool records_amax, bool is_recorded,
+                                        std::optional<int64_t> repeated) {
     HostSteps& steps = *HostSteps::current();
     if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
-    steps.add(Direction::kForward, std::make_shared<CapturedCastStep>(shared_from_this(), weight));
+    steps.add(Direction::kForward, std::make_shared<CapturedCastStep>(shared_from_this()));
     static_cast<CapturedCastStep*>(steps.find(Direction::kForward, captured_cast_step_identity()))
-        ->note(weight, records_amax);
+        ->note(weight, is_recorded);
+    const std::lock_guard lock(mutex_);
+    cast_number_ = repeated ? *repeated : ++casts_;
+    if (is_recorded && weight_column_.table != nullptr) recorded_ = {WeightMark(weight), cast_number_};
 }
 
 // weight: [O, I] or [I, O].

@@ -17,6 +17,8 @@
 
 namespace te_graph::fp8 {
 
+class CapturedCastStep;
+
 class LinearProducts : public std::enable_shared_from_this<LinearProducts> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
@@ -79,19 +81,34 @@ public:
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. In a
-    // capture that has itself cast the weight: whether it is as that cast left it. In other captures `records_amax` is
-    // ignored: each replay's WeightStep records it.
+    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted; one
+    // that was not is cast anew when its scale has changed, since a graph that casts other weights than the layer's own
+    // does so by the present scale. In a capture that has itself cast the weight: whether it is as that cast left it. In
+    // other captures `records_amax` is ignored: each replay's WeightStep records it.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
+    // Whether the copies are a cast of weight [O, I] or [I, O] as it is, by whatever scale.
+    bool holds(const at::Tensor& weight) const;
     // Whether the last cast that is not captured is of weight [O, I] or [I, O] as it is, and its amax was recorded.
     bool has_recorded_amax(const at::Tensor& weight) const;
-    // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
-    void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
+    // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams. is_recorded:
+    // its amax was recorded, now or by the cast that this one repeats, whose number is `repeated`. updated_casts: by the
+    // scale of then; the present one without.
+    void note_cast(WeightMark mark, bool is_recorded, std::shared_ptr<const CastDone> done,
+                   std::optional<int64_t> repeated = std::nullopt, std::optional<int64_t> updated_casts = std::nullopt);
     // Before a cast of the weight inside what this thread captures (or warms up), which has written the weight, so that
     // each replay casts it there. With several weights, call this for all of them before the first launch.
     void begin_captured_cast(bool records_amax) const;
-    // After it. weight: [O, I] or [I, O].
-    void note_captured_cast(const at::Tensor& weight, bool records_amax);
+    // After it, as note_cast(); records_amax: each replay does. weight: [O, I] or [I, O].
+    void note_captured_cast(const at::Tensor& weight, bool records_amax, bool is_recorded,
+                            std::optional<int64_t> repeated);
+    // Of delayed scaling: the weight whose amax was recorded last, as it was then, and the number of that cast, if it
+    // was made here. Other weights may have been cast since.
+    struct Recorded {
+        std::optional<WeightMark> mark;
+        std::optional<int64_t> number;
+    };
+    Recorded recorded() const;
+    void set_recorded(Recorded recorded);
     // Another set of products is about to take the scales of inputs and the weight, in a capture or outside of one.
     void note_scales_read_elsewhere() const;
     // The current stream waits for that cast.
@@ -106,11 +123,10 @@ public:
     unsigned long thread() const { return thread_; }
     void set_thread(unsigned long thread) { thread_ = thread; }
     void note_thread();
-    // How many casts there were.
-    int64_t casts() const {
-        const std::lock_guard lock(mutex_);
-        return casts_;
-    }
+    // Of the last cast, captured ones and those of replays among them.
+    int64_t cast_number() const;
+    // Of the tensor, as in ScaleTable; 0 under current scaling.
+    int64_t updated_casts() const;
 
 private:
     friend class ProductBackward;
@@ -123,6 +139,8 @@ private:
         return records_amax ? static_cast<const void*>(&weight_) : &weight_t_;
     }
     const void* captured_cast_step_identity() const { return &weight_column_; }
+    // That of what this thread captures; null: it has cast no weight of the layer.
+    const CapturedCastStep* captured_cast() const;
 
     // The sizes of the weight that is cast.
     at::IntArrayRef weight_sizes() const { return inputs_first_ ? weight_t_.sizes() : weight_.sizes(); }
@@ -142,7 +160,9 @@ private:
     WeightMark cast_mark_;
     bool has_recorded_amax_ = false;
     std::shared_ptr<const CastDone> cast_done_;
-    int64_t casts_ = 0;
+    int64_t casts_ = 0, cast_number_ = 0;
+    int64_t cast_updated_casts_ = 0;  // by the time that its scale was read
+    Recorded recorded_;
 };
 
 }  // namespace te_graph::fp8

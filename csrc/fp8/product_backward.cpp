@@ -37,7 +37,7 @@ at::Tensor ProductBackward::unpack_weight_t() {
     }
     // A hook may have kept a copy, which has no version that shows that the scale is that of another cast.
     const bool is_copy = weight_t.defined() && !weight_t.is_alias_of(products_->weight_t_);
-    TORCH_CHECK(!is_copy || products_->casts() == casts_, kOtherCast);
+    TORCH_CHECK(!is_copy || products_->cast_number() == cast_number_, kOtherCast);
     return weight_t;
 }
 

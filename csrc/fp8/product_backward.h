@@ -74,7 +74,7 @@ private:
     const std::shared_ptr<LinearProducts> products_;
     const std::shared_ptr<HostSteps> steps_;
     const at::ScalarType weight_dtype_;
-    const int64_t casts_ = products_->casts();  // of the weight by the time of the forward
+    const int64_t cast_number_ = products_->cast_number();  // of the weight by the time of the forward
     std::array<torch::autograd::SavedVariable, 3> saved_;
 };
 

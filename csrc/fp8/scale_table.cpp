@@ -58,10 +58,20 @@ ScaleTable::Casts ScaleTable::casts() {
     return casts_;
 }
 
-void ScaleTable::note_captured(const Casts& updated, const std::set<int64_t>& columns) {
+void ScaleTable::note_captured(const Casts& updated, const std::set<int64_t>& updated_inside,
+                               const std::set<int64_t>& columns) {
     const std::lock_guard lock(mutex_);
     note_updated(updated);
+    for (const int64_t column : updated_inside) {
+        ++casts_[static_cast<size_t>(column)];
+        ++updated_casts_[static_cast<size_t>(column)];
+    }
     for (const int64_t column : columns) ++casts_[static_cast<size_t>(column)];
+}
+
+int64_t ScaleTable::updated_casts(int64_t column) {
+    const std::lock_guard lock(mutex_);
+    return updated_casts_[static_cast<size_t>(column)];
 }
 
 bool ScaleTable::is_due(int64_t column) {

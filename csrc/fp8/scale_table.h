@@ -37,8 +37,11 @@ public:
     // Of each column, how many casts there were so far.
     using Casts = std::vector<int64_t>;
     Casts casts();
-    // A graph has been launched that casts the tensors of `columns`, after its updates, of those `updated`, if any.
-    void note_captured(const Casts& updated, const std::set<int64_t>& columns);
+    // A graph has been launched that casts the tensors of `columns`, after its updates, if any: of the casts `updated`,
+    // and of others inside, of the columns `updated_inside`.
+    void note_captured(const Casts& updated, const std::set<int64_t>& updated_inside, const std::set<int64_t>& columns);
+    // How many casts of the tensor of `column` were followed by an update: another number when its scale is another.
+    int64_t updated_casts(int64_t column);
     // The launch of an update of all columns, by itself: which of them are due is left as it is. Captures call it;
     // eager code goes through begin_cast() and update_if_due().
     void launch_update();

@@ -18,34 +18,40 @@ void WeightStep::prepare() {
 
 const void* WeightStep::identity() const { return products_->weight_step_identity(records_amax_); }
 
-// weight: [O, I] or [I, O].
-CapturedCastStep::CapturedCastStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight)
-    : products_(std::move(products)), weight_(weight.getIntrusivePtr()) {}
+std::optional<WeightMark> CapturedCastStep::Cast::mark_at_end() const {
+    const at::Tensor tensor = held();
+    return is_left && tensor.defined() ? std::optional(WeightMark(tensor)) : std::nullopt;
+}
 
 // weight: [O, I] or [I, O].
 bool CapturedCastStep::is_of(const at::Tensor& weight, bool records_amax) const {
-    return (records_amax_ || !records_amax) && mark_.is_of(weight);
+    return (is_last_recorded_ || !records_amax) && last_->mark.is_of(weight);
 }
 
 // weight: [O, I] or [I, O].
-void CapturedCastStep::note(const at::Tensor& weight, bool records_amax) {
-    weight_ = decltype(weight_)(weight.getIntrusivePtr());
-    mark_ = WeightMark(weight);
-    records_amax_ = records_amax;
+void CapturedCastStep::note(const at::Tensor& weight, bool is_recorded) {
+    last_ = Cast{decltype(Cast::weight)(weight.getIntrusivePtr()), WeightMark(weight)};
+    is_last_recorded_ = is_recorded;
+    if (is_recorded) recorded_ = last_;
 }
 
 void CapturedCastStep::end_capture() {
-    const auto weight = at::Tensor(weight_.lock());
-    is_cast_at_end_ = weight.defined() && mark_.is_of(weight);
+    for (std::optional<Cast>* const cast : {&last_, &recorded_}) {
+        if (!*cast) continue;
+        const at::Tensor weight = (*cast)->held();
+        (*cast)->is_left = weight.defined() && (*cast)->mark.is_of(weight);
+    }
 }
 
+// The graph may update the scale behind the cast.
+void CapturedCastStep::run() { updated_casts_ = products_->updated_casts(); }
+
 void CapturedCastStep::finish() {
-    const auto weight = at::Tensor(weight_.lock());
-    const bool is_cast = is_cast_at_end_ && weight.defined();
-    // Otherwise the copies are of what is gone by now, and of no weight that is called next.
-    products_->note_cast(is_cast ? WeightMark(weight) : WeightMark(),
-                         is_cast && (records_amax_ || products_->weight_column_.table == nullptr),
-                         std::make_shared<CastDone>(products_->weight().device()));
+    if (recorded_) products_->set_recorded({recorded_->mark_at_end(), std::nullopt});
+    // Without a mark the copies are of what is gone by now, and of no weight that is called next.
+    const std::optional<WeightMark> mark = last_->mark_at_end();
+    products_->note_cast(mark.value_or(WeightMark()), mark && is_last_recorded_,
+                         std::make_shared<CastDone>(products_->weight().device()), std::nullopt, updated_casts_);
 }
 
 const void* CapturedCastStep::identity() const { return products_->captured_cast_step_identity(); }

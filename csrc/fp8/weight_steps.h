@@ -41,25 +41,36 @@ private:
 // Of casts of a weight inside a graph that writes it, or that calls the layer with another one.
 class CapturedCastStep final : public HostStep {
 public:
-    // weight: [O, I] or [I, O].
-    CapturedCastStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight);
+    explicit CapturedCastStep(std::shared_ptr<LinearProducts> products) : products_(std::move(products)) {}
 
     // Whether weight [O, I] or [I, O] is as it was when it was cast last, and its amax was recorded if that is wanted.
     bool is_of(const at::Tensor& weight, bool records_amax) const;
-    // weight [O, I] or [I, O] is cast.
-    void note(const at::Tensor& weight, bool records_amax);
+    // weight [O, I] or [I, O] is cast; its amax is recorded, now or by the cast that this one repeats.
+    void note(const at::Tensor& weight, bool is_recorded);
 
     void end_capture() override;
+    void run() override;
     void finish() override;
     const void* identity() const override;
 
 private:
+    // A weight, as it was when it was cast.
+    struct Cast {
+        c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight;
+        WeightMark mark;
+        bool is_left = false;  // the graph leaves it so
+
+        // [O, I] or [I, O]; undefined: it is gone.
+        at::Tensor held() const { return at::Tensor(weight.lock()); }
+        // Of the weight as it is behind a replay; nothing: it has been written since it was cast, or is gone.
+        std::optional<WeightMark> mark_at_end() const;
+    };
+
     const std::shared_ptr<LinearProducts> products_;
-    // Of the last cast: a layer may be called with several weights.
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
-    WeightMark mark_;
-    bool records_amax_ = false;
-    bool is_cast_at_end_ = false;  // the weight is left as it was cast
+    // A layer may be called with several weights.
+    std::optional<Cast> last_, recorded_;
+    bool is_last_recorded_ = false;
+    int64_t updated_casts_ = 0;  // before a replay under way
 };
 
 }  // namespace te_graph::fp8

@@ -63,8 +63,8 @@ class _KeptScope:
         self._noted = [
             (
                 member,
-                (member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark),
-                (member.cast_number, member.recorded_number),
+                (member.thread, member.products.trains, member.has_weight_scale, member.products.recorded),
+                member.products.cast_number,
                 member.has_recorded_amax(),
                 (weight := member.weight) is not None and member.is_recorded(weight),
             )
@@ -75,15 +75,14 @@ class _KeptScope:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool, int]] = []
-        for member, before, numbers, has_recorded_amax, was_recorded in self._noted:
+        for member, before, number, has_recorded_amax, was_recorded in self._noted:
             if not is_of_this_thread(member):
                 continue
-            member.thread, member.products.trains, member.has_weight_scale, member.recorded_mark = before
-            number, member.recorded_number = numbers
+            member.thread, member.products.trains, member.has_weight_scale, member.products.recorded = before
             weight = member.weight
             if was_recorded and weight is not None:
                 member.mark_again(mark_of_plain(weight))  # it is as before, but may have been written meanwhile
-            is_as_before = member.has_recorded_amax() == has_recorded_amax and member.cast_number == number
+            is_as_before = member.has_recorded_amax() == has_recorded_amax and member.products.cast_number == number
             if is_as_before or weight is None:
                 continue
             if has_recorded_amax is None:
@@ -94,7 +93,7 @@ class _KeptScope:
         repeat_casts_([(member, weight) for member, weight, *_ in again], are_recorded=False)
         done = _C.CastDone(self._scope.device)
         for (member, _, has_recorded_amax, number), mark in zip(again, marks, strict=True):
-            member.note_cast(mark, has_recorded_amax, done, number)
+            member.products.note_cast(mark, has_recorded_amax, done, number)
 
 
 def _restore_new(known: set[Member]) -> None:

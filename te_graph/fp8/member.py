@@ -80,10 +80,6 @@ class Member(OwnObject):
     Attributes:
         number: of the module in ``block``.
         products: what multiplies.
-        recorded_mark: of the weight, when its amax was last recorded, here or as a loaded state says; None: that is not
-            known.
-        recorded_number: of that cast (``WeightCast``), if it was made here.
-        cast_number: of the last cast.
         own_weight: of the module, before what is captured may have put another one in its place.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
@@ -97,14 +93,11 @@ class Member(OwnObject):
         block, number = columns.block, columns.number
         self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
-        self.recorded_mark: _C.WeightMark | None = None
-        self.recorded_number: int | None = None
         self.own_weight: weakref.ref[Tensor] | None = None
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
-        self._casts = self.cast_number = self._casts_by_then = 0
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -139,6 +132,12 @@ class Member(OwnObject):
     def untrained_state(self) -> MarkedState | None:
         """That which it was made with, or took last, of which other scopes may keep more; None once it trains."""
         return None if self.trains else self._untrained_state
+
+    @property
+    def recorded_mark(self) -> _C.WeightMark | None:
+        """Of the weight when its amax was last recorded, here or as a loaded state says; None: that is not known."""
+        mark, _ = self.products.recorded
+        return mark
 
     @property
     def known_mark(self) -> _C.WeightMark | None:
@@ -193,30 +192,9 @@ class Member(OwnObject):
             return None
         return self.products.has_recorded_amax(weight)
 
-    def note_cast(
-        self, mark: _C.WeightMark, has_recorded_amax: bool, done: _C.CastDone | None, number: int | None = None
-    ) -> None:
-        """The weight has been cast as it was when ``mark`` was made; ``number``: of the cast that this one repeats."""
-        self.products.note_cast(mark, has_recorded_amax, done)
-        self._count_cast(number)
-
-    def note_captured_cast(self, weight: Tensor, records_amax: bool, number: int | None = None) -> None:
-        """The same of a cast of ``weight`` [out, in] or [in, out] that a capture holds."""
-        self.products.note_captured_cast(weight, records_amax)
-        self._count_cast(number)
-
-    def note_recorded(self, mark: _C.WeightMark) -> None:
-        """The last cast, of the weight as it was when ``mark`` was made, is that whose amax is recorded."""
-        self.recorded_mark, self.recorded_number = mark, self.cast_number
-
-    def _count_cast(self, number: int | None) -> None:
-        self._casts += 1
-        self.cast_number = self._casts if number is None else number
-        self._casts_by_then = self.products.casts
-
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        self.note_cast(_C.WeightMark(), False, None)
+        self.products.note_cast(_C.WeightMark(), False, None, None)
 
     def last_cast(self, weight: Tensor) -> WeightCast:
         """Of ``weight`` [out, in] or [in, out]."""
@@ -224,14 +202,12 @@ class Member(OwnObject):
         if self.scope.is_delayed and not _C.HostSteps.is_noting():
             with bypass_modes(), torch.no_grad():  # where calls are repeated, others count operators
                 scale = self.block.weight_scale[self.number : self.number + 1].clone()
-        return WeightCast(self.cast_number, scale, self.products.has_recorded_amax(weight))
+        return WeightCast(self.products.cast_number, scale, self.products.has_recorded_amax(weight))
 
     def has_cast(self, weight: Tensor, cast: WeightCast) -> bool:
         """Whether the FP8 copies are what ``cast`` made of ``weight`` [out, in] or [in, out]."""
-        if not self.products.is_cast(weight, False):
-            return False
-        is_last = cast.number == self.cast_number and self.products.casts == self._casts_by_then  # none by a replay
-        return is_last or not self.scope.is_delayed
+        is_last = cast.number == self.products.cast_number or not self.scope.is_delayed
+        return is_last and self.products.holds(weight)
 
     def fits(self, weight: Tensor) -> bool:
         """Whether ``weight`` [...] can still be cast into the copies: it may have become anything since."""
@@ -303,7 +279,7 @@ class Member(OwnObject):
         if not saved:
             self.clear_scales_()
             self.forget_cast()
-            self.recorded_mark = None
+            self.products.recorded = None, None
             return
         with self.block.without_updates():
             for role in Role:
@@ -326,9 +302,10 @@ class Member(OwnObject):
         self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
-        if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
+        is_same = is_cast and self.block.weight_scale[self.number] == cast_scale.to(self.block.weight_scale)
+        if not (is_same and self.has_recorded_amax()):
             self.forget_cast()
-        self.recorded_mark, self.recorded_number = loaded.mark if is_cast else None, None
+        self.products.recorded = loaded.mark if is_cast else None, None
         self.block.recorded_weight_scale[self.number] = cast_scale
 
     def clear_scales_(self) -> None:
@@ -343,8 +320,9 @@ class Member(OwnObject):
 
     def mark_again(self, mark: _C.WeightMark | None) -> None:
         """The weight is another tensor, of the same values, and has that ``mark``."""
-        if self.recorded_mark is not None:
-            self.recorded_mark = mark
+        before, number = self.products.recorded
+        if before is not None:
+            self.products.recorded = mark, number
         if self.untrained_state is not None:
             self._untrained_state = MarkedState(self.untrained_state.state, mark)
 

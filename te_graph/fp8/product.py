@@ -95,7 +95,8 @@ class PreparedCall:
         if not member.products.is_cast(weight, self.records_amax):
             member.scope.cast_weights(member, self.records_amax)
         if records_in_graph:
-            member.recorded_mark = _C.WeightMark(weight)  # before each replay, or in it
+            # Before each replay, or in it.
+            member.products.recorded = _C.WeightMark(weight), member.products.cast_number
 
     def scale(self) -> Tensor | None:
         """The scale of the input's cast [1], where a checkpoint repeats it or will; just before the call."""

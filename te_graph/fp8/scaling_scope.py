@@ -118,16 +118,15 @@ class ScalingScope(OwnObject):
         repeat_casts_([pair for pair, repeats in zip(stale, repeated, strict=True) if repeats], are_recorded=True)
         done = None if is_captured else _C.CastDone(self.device)
         for (other, weight), mark, repeats in zip(stale, marks, repeated, strict=True):
-            number = other.recorded_number if repeats else None
+            is_recorded = records_amax or repeats or not self.is_delayed
+            _, number = other.products.recorded if repeats else (None, None)
             if is_captured:
-                other.note_captured_cast(weight, records_amax and not repeats, number)
-            else:
-                if records_amax and not repeats:
-                    other.end_cast(Role.WEIGHT)
-                    other.has_weight_scale = True
-                other.note_cast(mark, records_amax or not self.is_delayed or repeats, done, number)
-            if records_amax:
-                other.note_recorded(mark)
+                other.products.note_captured_cast(weight, records_amax and not repeats, is_recorded, number)
+                continue
+            if records_amax and not repeats:
+                other.end_cast(Role.WEIGHT)
+                other.has_weight_scale = True
+            other.products.note_cast(mark, is_recorded, done, number)
 
     def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
@@ -177,14 +176,14 @@ class ScalingScope(OwnObject):
             repeat_casts_([(member, weight)], are_recorded=False)
         else:
             cast_weights_([(member, weight)], self.recipe, self.group, records_amax=False)
+        is_recorded = not self.is_delayed or cast.has_recorded_amax
         if is_captured:
-            member.note_captured_cast(weight, False, cast.number)
+            member.products.note_captured_cast(weight, False, is_recorded, cast.number)
             return
-        member.note_cast(mark, cast.has_recorded_amax, _C.CastDone(self.device), cast.number)
-        if self.is_delayed and cast.has_recorded_amax:  # that one, of the weight as it is now
+        if self.is_delayed and is_recorded:
             with torch.inference_mode(False), torch.no_grad():
                 member.block.recorded_weight_scale[member.number : member.number + 1].copy_(cast.scale)
-            member.note_recorded(mark)
+        member.products.note_cast(mark, is_recorded, _C.CastDone(self.device), cast.number)
 
 
 def _repeats(member: Member, weight: Tensor, records_amax: bool, is_captured: bool) -> bool:

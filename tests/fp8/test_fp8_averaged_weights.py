@@ -20,7 +20,8 @@ RECIPE = tg.DelayedScaling(amax_history_len=3)
 
 def new_model(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(tg.Linear(WIDTH, WIDTH, device=device), nn.Tanh(), tg.Linear(WIDTH, WIDTH, device=device))
+    first, second, third = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(3))
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third)
 
 
 def averages_of(model: nn.Module) -> dict[str, Tensor]:
@@ -170,4 +171,35 @@ def test_graphs_with_such_evaluations_are_bit_equal(device: str, captured: str) 
         if is_graphed:
             graph = evaluation if captured == "evaluation" else call
             assert graph.info()["forward_replays"] >= 3
+    assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("between", ["region", "calibration"])
+def test_averages_are_cast_by_the_present_scale_as_graphs_do(device: str, between: str) -> None:
+    """Unchanged ones, before and after an update of scales: which a region has in which they are evaluated, and a
+    calibration."""
+    results = []
+    for is_graphed in (False, True):
+        training, found = Training(device), []
+        model, averages, x = training.model, training.averages, training.batch(99)
+
+        def evaluate(model: nn.Module = model, averages: dict = averages, x: Tensor = x) -> Tensor:
+            with torch.no_grad(), tg.fp8_autocast(recipe=RECIPE):
+                return functional_call(model, averages, (x,)).sum()
+
+        call = tg.graphed(evaluate) if is_graphed else evaluate
+        for number in range(5):
+            training.micro_batch(number)
+            training.step()
+            if between == "region":
+                with tg.fp8_autocast(recipe=RECIPE):
+                    model(x).square().mean().backward()
+                    found.append(call().clone())
+            else:
+                found.append(call().clone())
+                with tg.fp8_autocast(enabled=False, calibrating=True, recipe=RECIPE):
+                    model(x)
+            found.append(call().clone())
+        results.append(found)
+        assert not is_graphed or call.info()["forward_replays"] >= 8
     assert all(map(same_bits, *results))
