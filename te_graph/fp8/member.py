@@ -61,12 +61,12 @@ class WeightCast:
     Attributes:
         number: of the cast among those of its member; one that repeats another has the number of that.
         scale: a copy, [1]; None under current scaling, where all casts of a weight are alike, and in what is captured.
-        has_recorded_amax: that of the weight.
+        recorded: the mark of the weight, if its amax was recorded.
     """
 
     number: int
     scale: Tensor | None
-    has_recorded_amax: bool
+    recorded: _C.WeightMark | None
 
 
 class Member(OwnObject):
@@ -202,7 +202,8 @@ class Member(OwnObject):
         if self.scope.is_delayed and not _C.HostSteps.is_noting():
             with bypass_modes(), torch.no_grad():  # where calls are repeated, others count operators
                 scale = self.block.weight_scale[self.number : self.number + 1].clone()
-        return WeightCast(self.products.cast_number, scale, self.products.has_recorded_amax(weight))
+        recorded = _C.WeightMark(weight) if self.products.has_recorded_amax(weight) else None
+        return WeightCast(self.products.cast_number, scale, recorded)
 
     def has_cast(self, weight: Tensor, cast: WeightCast) -> bool:
         """Whether the FP8 copies are what ``cast`` made of ``weight`` [out, in] or [in, out]."""

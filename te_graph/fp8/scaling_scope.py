@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.own_objects import OwnObject
@@ -21,6 +21,7 @@ from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scale_block import FORWARD, Block, Columns, Role, is_shared
 from te_graph.fp8.weight_casts import cast_weights_, repeat_casts_
+from te_graph.fp8.weight_mark import is_marked
 
 _FIRST_CAPACITY = 32
 
@@ -176,7 +177,9 @@ class ScalingScope(OwnObject):
             repeat_casts_([(member, weight)], are_recorded=False)
         else:
             cast_weights_([(member, weight)], self.recipe, self.group, records_amax=False)
-        is_recorded = not self.is_delayed or cast.has_recorded_amax
+        # A parameter that has been written since is yet to be recorded; what hooks compute is as it was.
+        is_same = is_marked(cast.recorded, weight) or not isinstance(weight, nn.Parameter)
+        is_recorded = not self.is_delayed or (cast.recorded is not None and is_same)
         if is_captured:
             member.products.note_captured_cast(weight, False, is_recorded, cast.number)
             return

@@ -137,7 +137,10 @@ def test_a_weight_is_cast_again_as_it_was_where_the_layer_had_another_one_since(
                     come_between(x)
             y.square().mean().backward()
             found += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
-            found += states_of(model)
+            states = states_of(model)
+            for state in states if move is evaluate_average else ():
+                state[1, 3:5] = 0  # the scale of the weight's cast: it counts as written, and will be recorded again
+            found += states
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.7)  # so that its scale changes
@@ -253,3 +256,24 @@ def test_what_evaluates_while_a_checkpoint_waits_leaves_its_gradients(device: st
 
     for got, expected in zip(gradients(between), gradients("nothing"), strict=False):
         assert same_bits(got, expected)
+
+
+@modes
+def test_a_weight_that_is_written_before_the_backward_is_yet_to_be_recorded(device: str, use_reentrant: bool) -> None:
+    """As where it is written behind the backward."""
+    recipe, states = tg.DelayedScaling(amax_history_len=3), []
+    for is_before in (False, True):
+        model, (x,) = a_model(device), inputs(device, 1)
+        for _ in range(2):
+            with tg.fp8_autocast(recipe=recipe):
+                y = checkpoint(model, x, use_reentrant=use_reentrant)
+            for act in ("write", "go back") if is_before else ("go back", "write"):
+                if act == "go back":
+                    y.sum().backward()
+                else:
+                    with torch.no_grad():
+                        model[0].weight.mul_(16)
+        with tg.fp8_autocast(recipe=recipe):
+            model(x).sum().backward()
+        states.append(model[0].get_extra_state()[1])
+    assert same_bits(*states)
