@@ -60,6 +60,8 @@ class _KeptScope:
         members = sorted(scope.members, key=lambda one: one.block.order)
         self._blocks = [_KeptBlock(block, list(own)) for block, own in groupby(members, key=lambda one: one.block)]
         self.members = members
+        for member in members:
+            member.kept_mark = mark_of_plain(member.weight)
         self._noted = [
             (
                 member,
@@ -74,6 +76,8 @@ class _KeptScope:
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
+        for member in self.members:
+            member.kept_mark = None
         again: list[tuple[Member, Tensor, bool, int]] = []
         for member, before, number, has_recorded_amax, was_recorded in self._noted:
             if not is_of_this_thread(member):

@@ -81,6 +81,7 @@ class Member(OwnObject):
         number: of the module in ``block``.
         products: what multiplies.
         own_weight: of the module, before what is captured may have put another one in its place.
+        kept_mark: of the weight, before what is captured, or warmed up, may have written it; None: nothing is.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -94,6 +95,7 @@ class Member(OwnObject):
         self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
         self.own_weight: weakref.ref[Tensor] | None = None
+        self.kept_mark: _C.WeightMark | None = None
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None

@@ -131,13 +131,14 @@ class ScalingScope(OwnObject):
 
     def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
-        cast; those of what is captured alone, where the cast is."""
+        cast; where the cast is captured, those of what the capture calls, and of trainings those that it writes, which
+        eager execution records as well."""
         return [
             (other, weight)
             for other in self.members
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
-            and (other is member or not is_captured or other.products.is_noted())
             and (weight := other.weight) is not None
+            and (other is member or not is_captured or _belongs_to_capture(other, weight, records_amax))
             and not other.products.is_cast(weight, records_amax)
             and other.fits(weight)
         ]
@@ -187,6 +188,13 @@ class ScalingScope(OwnObject):
             with torch.inference_mode(False), torch.no_grad():
                 member.block.recorded_weight_scale[member.number : member.number + 1].copy_(cast.scale)
         member.products.note_cast(mark, is_recorded, _C.CastDone(self.device), cast.number)
+
+
+def _belongs_to_capture(member: Member, weight: Tensor, records_amax: bool) -> bool:
+    """Whether what is captured calls ``member``, or writes its ``weight``, [out, in] or [in, out], before a cast that
+    ``records_amax``."""
+    is_written = member.kept_mark is not None and not is_marked(member.kept_mark, weight)
+    return member.products.is_noted() or (records_amax and is_written)
 
 
 def _repeats(member: Member, weight: Tensor, records_amax: bool, is_captured: bool) -> bool:

@@ -169,6 +169,44 @@ def test_a_function_that_writes_a_weight_before_its_layer_is_called_is_refused(d
 
 
 @recipes
+def test_a_function_that_steps_a_layer_which_it_does_not_call_is_refused_or_bit_equal(device: str, recipe: Any) -> None:
+    """Eagerly it is cast, and recorded, with the layer that is called behind the step."""
+
+    def results(is_graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))), torch.ones(16, WIDTH)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1), []
+
+        def train(*layers: nn.Module) -> None:
+            y = x.to(device)
+            with tg.fp8_autocast(recipe=recipe):
+                for layer in layers:
+                    y = layer(y)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        def twice() -> None:
+            for _ in range(2):
+                train(model[0])
+
+        train(*model)
+        called = tg.graphed(twice) if is_graphed else twice
+        for _ in range(3):
+            called()
+            train(*model)
+            found += [parameter.detach().clone() for parameter in model.parameters()]
+            found += [layer.get_extra_state()[:, 8:] for layer in model]
+        return found
+
+    if isinstance(recipe, tg.DelayedScaling):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            results(True)
+    else:
+        assert all(map(same_bits, results(False), results(True)))
+
+
+@recipes
 def test_random_functions_are_bit_equal(device: str, recipe: Any) -> None:
     seed = first_seed("FP8 functions with steps")
     for number in range(seed, seed + 4):
