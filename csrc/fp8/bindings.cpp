@@ -81,8 +81,10 @@ void bind(py::module_& m) {
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("inputs_first"),
              py::arg("forward"), py::arg("input_column"), py::arg("weight_column"), py::arg("backward"),
              py::arg("grad_column"), py::arg("grad_dtype"), py::arg("columns"))
-        .def("set_cast_weights", [](LinearProducts& products,
-                                    py::function function) { products.set_cast_weights(with_gil<bool>(function)); })
+        .def("set_cast_weights",
+             [](LinearProducts& products, py::function function) {
+                 products.set_cast_weights(with_gil<const at::Tensor&, bool>(std::move(function)));
+             })
         .def("set_main_grad_of",
              [](LinearProducts& products, py::function function) {
                  products.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {

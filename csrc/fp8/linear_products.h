@@ -72,11 +72,11 @@ public:
     // The number of that region.
     void set_fast_region(int64_t number) { fast_region_ = number; }
 
-    // Casts all weights that have changed, with this one among them; records their amaxes if that is wanted.
-    using CastWeights = std::function<void(bool records_amax)>;
+    // Casts weight [O, I] or [I, O], and those of others that have changed; records their amaxes if that is wanted.
+    using CastWeights = std::function<void(const at::Tensor& weight, bool records_amax)>;
     void set_cast_weights(CastWeights cast_weights) { cast_weights_ = std::move(cast_weights); }
-
-    void cast_weights(bool records_amax) const { cast_weights_(records_amax); }
+    // weight: [O, I] or [I, O].
+    void cast_weights(const at::Tensor& weight, bool records_amax) const { cast_weights_(weight, records_amax); }
 
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }

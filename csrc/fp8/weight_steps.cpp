@@ -1,18 +1,23 @@
 #include "fp8/weight_steps.h"
 
 namespace te_graph::fp8 {
+namespace {
+
+constexpr const char* kFreed = "the memory of a weight that a te_graph.Linear was called with was freed";
+
+}  // namespace
 
 // weight: [O, I] or [I, O].
 WeightStep::WeightStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight, bool records_amax)
-    : products_(std::move(products)),
-      weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
-      records_amax_(records_amax) {}
+    : products_(std::move(products)), weight_(weight), records_amax_(records_amax) {}
+
+std::string WeightStep::change() const { return weight_.is_gone() ? kFreed : ""; }
 
 void WeightStep::prepare() {
     products_->note_thread();
-    const auto weight = at::Tensor(weight_.lock());
-    if (!weight.defined()) return;
-    if (!products_->is_cast(weight, records_amax_)) products_->cast_weights(records_amax_);
+    const at::Tensor weight = weight_.lock();
+    TORCH_CHECK(weight.defined(), kFreed, " meanwhile");
+    if (!products_->is_cast(weight, records_amax_)) products_->cast_weights(weight, records_amax_);
     products_->wait_for_cast();
 }
 

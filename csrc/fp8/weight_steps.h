@@ -8,22 +8,23 @@
 #include "common/host_steps.h"
 #include "fp8/linear_products.h"
 #include "fp8/weight_mark.h"
+#include "fp8/weight_reference.h"
 
 namespace te_graph::fp8 {
 
 // Before a replay that reads the cast of a weight.
 class WeightStep final : public HostStep {
 public:
-    // weight: [O, I] or [I, O], or a view of it, which is gone by then.
+    // weight: [O, I] or [I, O].
     WeightStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight, bool records_amax);
 
+    std::string change() const override;
     void prepare() override;
     const void* identity() const override;
 
 private:
     const std::shared_ptr<LinearProducts> products_;
-    // A module that is gone does not call its graph any more.
-    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
+    const WeightReference weight_;
     const bool records_amax_;
 };
 

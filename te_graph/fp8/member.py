@@ -378,8 +378,8 @@ def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.MainGradReset]:
     return main_grad, gradient_state(weight).main_grad_reset
 
 
-def _cast_weights_of(reference: weakref.ref[Member], records_amax: bool) -> None:
-    """Cast the weights of a member that is about to be replayed, if it is still there."""
+def _cast_weights_of(reference: weakref.ref[Member], weight: Tensor, records_amax: bool) -> None:
+    """Cast the ``weight`` [out, in] or [in, out] of a member that is about to be replayed, if it is still there."""
     member = reference()
     if member is not None:
-        member.scope.cast_weights(member, records_amax)
+        member.scope.cast_weights(member, records_amax, given=weight)

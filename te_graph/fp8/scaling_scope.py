@@ -92,7 +92,9 @@ class ScalingScope(OwnObject):
             if block.tables[FORWARD] is not None:
                 block.tables[FORWARD].update_if_due()
 
-    def cast_weights(self, member: Member, records_amax: bool, *, is_before: bool = False) -> None:
+    def cast_weights(
+        self, member: Member, records_amax: bool, *, given: Tensor | None = None, is_before: bool = False
+    ) -> None:
         """Cast the weight of ``member``, and all others of its thread that have changed since they were cast.
 
         A weight whose amax was recorded, which is as it was then, is cast as then, and not recorded again: other
@@ -104,11 +106,12 @@ class ScalingScope(OwnObject):
             member: about to be called.
             records_amax: whether the call records amaxes, for delayed scaling. A weight that was cast without is cast
                 again. Of modules that only evaluate none is recorded.
+            given: the weight of ``member``, [out, in] or [in, out]; None: that which the module has now.
             is_before: not to be captured, as before what is captured, or warmed up.
         """
         records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting() and not is_before
         member.thread = threading.get_ident()  # what others train may be in the middle of a step
-        stale = self._stale_weights(member, records_amax, is_captured)
+        stale = self._stale_weights(member, given, records_amax, is_captured)
         # Before the casts: what another thread writes meanwhile is to be cast again.
         marks = [_C.WeightMark(weight) for _, weight in stale]
         repeated = [_repeats(*pair, records_amax, is_captured) for pair in stale]
@@ -129,15 +132,17 @@ class ScalingScope(OwnObject):
                 other.has_weight_scale = True
             other.products.note_cast(mark, is_recorded, done, number)
 
-    def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
+    def _stale_weights(
+        self, member: Member, given: Tensor | None, records_amax: bool, is_captured: bool
+    ) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
         cast; where the cast is captured, those of what the capture calls, and of trainings those that it writes, which
-        eager execution records as well."""
+        eager execution records as well. ``given``: the weight of ``member``; None: that of the module."""
         return [
             (other, weight)
             for other in self.members
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
-            and (weight := other.weight) is not None
+            and (weight := given if given is not None and other is member else other.weight) is not None
             and (other is member or not is_captured or _belongs_to_capture(other, weight, records_amax))
             and not other.products.is_cast(weight, records_amax)
             and other.fits(weight)
