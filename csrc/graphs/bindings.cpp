@@ -81,22 +81,24 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
               Tensors outputs, std::vector<std::shared_ptr<Staging>> grad_outputs,
               const std::vector<std::optional<at::Tensor>>& grad_inputs, std::vector<Tensors> use_grads,
               Tensors parameter_grads, std::vector<int> summed_inputs, std::shared_ptr<GradientTable> table,
-              std::vector<std::pair<at::Generator, uint64_t>> rewinds) {
+              std::vector<std::pair<at::Generator, uint64_t>> rewinds, const HostSteps& host_steps) {
     const auto forward_graph = make_graph(forward);
     const auto backward_graph = backward.is_none() ? nullptr : make_graph(backward);
     if (!rewinds.empty()) rewind(forward_graph, backward_graph, std::move(rewinds));
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
-    callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = forward_graph,
-                                                     .backward = backward_graph,
-                                                     .inputs = std::move(inputs),
-                                                     .outputs = StaticTensors(std::move(outputs)),
-                                                     .grad_outputs = std::move(grad_outputs),
-                                                     .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
-                                                     .use_grads = std::move(use_grads),
-                                                     .parameter_grads = std::move(parameter_grads),
-                                                     .summed_inputs = std::move(summed_inputs),
-                                                     .table = std::move(table)}));
+    auto slot = std::unique_ptr<Slot>(new Slot{.forward = forward_graph,
+                                               .backward = backward_graph,
+                                               .inputs = std::move(inputs),
+                                               .outputs = StaticTensors(std::move(outputs)),
+                                               .grad_outputs = std::move(grad_outputs),
+                                               .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
+                                               .use_grads = std::move(use_grads),
+                                               .parameter_grads = std::move(parameter_grads),
+                                               .summed_inputs = std::move(summed_inputs),
+                                               .table = std::move(table)});
+    slot->host_steps.add(host_steps);
+    callable.add_slot(std::move(slot));
 }
 
 // What a Python object stands for; null while it is being made.
@@ -400,14 +402,14 @@ void bind(py::module_& m) {
         .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
-                      std::shared_ptr<CallableGuard>, bool, bool, std::vector<std::shared_ptr<HostSteps>>>(),
+                      std::shared_ptr<CallableGuard>, bool, bool>(),
              py::arg("name"), py::arg("device"), py::arg("replay_order"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"),
-             py::arg("compares_autocast_cache"), py::arg("compares_autocast_dtype"), py::arg("host_steps"))
+             py::arg("compares_autocast_cache"), py::arg("compares_autocast_dtype"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
-             py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"))
+             py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"), py::arg("host_steps"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,
                            const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))

@@ -9,8 +9,7 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
                                  std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
                                  const std::shared_ptr<GraphedCallable>& predecessor,
                                  std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
-                                 bool compares_autocast_dtype,
-                                 const std::vector<std::shared_ptr<HostSteps>>& host_steps)
+                                 bool compares_autocast_dtype)
     : name_(std::move(name)),
       device_(device),
       replay_order_(std::move(replay_order)),
@@ -33,7 +32,6 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
         if (externals[i].saved) saved_.push_back(i);
         if (externals[i].written) written_.push_back(i);
     }
-    for (const auto& steps : host_steps) host_steps_.add(*steps);
     for (size_t i = 0; i < parameters_.size(); ++i) {
         lent_buffers_.push_back(parameters_[i].has_grad_buffer ? std::make_unique<LentStorages>() : nullptr);
         if (parameters_[i].has_grad_buffer) buffered_.push_back(i);

@@ -17,7 +17,6 @@
 #include <variant>
 #include <vector>
 
-#include "common/host_steps.h"
 #include "common/main_grad_reset.h"
 #include "graphs/callables/gradient_table.h"
 #include "graphs/callables/lent_storages.h"
@@ -86,7 +85,7 @@ public:
                     std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
                     std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
                     std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
-                    bool compares_autocast_dtype, const std::vector<std::shared_ptr<HostSteps>>& host_steps);
+                    bool compares_autocast_dtype);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -177,7 +176,6 @@ private:
     const std::shared_ptr<CallableGuard> guard_;
     const std::shared_ptr<CallableGuard> backward_guard_;  // over what Python code in the backward reads; null: nothing
     const Settings settings_;
-    HostSteps host_steps_;  // before replays
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;
     std::vector<size_t> saved_;    // externals that autograd saved for backward: not to be modified in between

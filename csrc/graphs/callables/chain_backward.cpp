@@ -94,7 +94,7 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
 bool GraphedCallable::repeats_a_step(const std::vector<PendingBackward>& chain) {
     std::vector<const HostStep*> before;
     for (const PendingBackward& pending : chain) {
-        const HostSteps::List& own = pending.callable->host_steps_.of(Direction::kBackward);
+        const HostSteps::List& own = pending.callable->slot_of(pending).host_steps.of(Direction::kBackward);
         for (const auto& step : own) {
             const auto is_repeated = [&](const HostStep* other) { return step->repeats(*other); };
             if (std::any_of(before.begin(), before.end(), is_repeated)) return true;
@@ -128,10 +128,13 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
     }
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
-        for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare(Direction::kBackward);
-        for (const PendingBackward& pending : chain) pending.callable->host_steps_.run(Direction::kBackward);
+        const auto steps_of = [](const PendingBackward& one) -> HostSteps& {
+            return one.callable->slot_of(one).host_steps;
+        };
+        for (const PendingBackward& pending : chain) steps_of(pending).prepare(Direction::kBackward);
+        for (const PendingBackward& pending : chain) steps_of(pending).run(Direction::kBackward);
         graph->replay();
-        for (const PendingBackward& pending : chain) pending.callable->host_steps_.finish(Direction::kBackward);
+        for (const PendingBackward& pending : chain) steps_of(pending).finish(Direction::kBackward);
         for (const PendingBackward& pending : chain) pending.callable->note_stored(pending, used_up);
         for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], used_up, results);
     } else {
@@ -144,10 +147,10 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
                     if (!got[i][k]) fill_with_negative_zeros(slot.grad_outputs[k]->tensor);
                 }
             }
-            callable.host_steps_.prepare(Direction::kBackward);
-            callable.host_steps_.run(Direction::kBackward);
+            slot.host_steps.prepare(Direction::kBackward);
+            slot.host_steps.run(Direction::kBackward);
             slot.backward->replay();
-            callable.host_steps_.finish(Direction::kBackward);
+            slot.host_steps.finish(Direction::kBackward);
             callable.note_stored(chain[i], used_up);
             callable.finish(chain[i], got[i], used_up, results);
         }

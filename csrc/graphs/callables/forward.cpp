@@ -192,12 +192,13 @@ std::optional<ReplayMiss> GraphedCallable::check_saved_tensor_hooks() const {
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                                  CallableGuard::Tensors& externals, int& slot) const {
     check_groups(name_.c_str());
+    const HostSteps& host_steps = slots_.front()->host_steps;  // those of all slots look at the same
     if (is_stream_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
     if (slots_.front()->backward) {
         if (auto miss = check_saved_tensor_hooks()) return miss;
     }
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
-    for (const auto& step : host_steps_.of(Direction::kForward)) {
+    for (const auto& step : host_steps.of(Direction::kForward)) {
         if (const std::string obstacle = step->obstacle(); !obstacle.empty()) {
             return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + obstacle};
         }
@@ -212,7 +213,7 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
                                   ", which autocast casts once for all its uses, as nothing that was computed"};
         }
     }
-    for (const auto& step : host_steps_.of(Direction::kForward)) {
+    for (const auto& step : host_steps.of(Direction::kForward)) {
         if (const std::string change = step->change(); !change.empty()) return changed(change);
     }
     if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
@@ -253,14 +254,14 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
             copy_into(slot.inputs[i], inputs[i]);
         }
     }
-    host_steps_.prepare(Direction::kForward);
-    host_steps_.run(Direction::kForward);
+    slot.host_steps.prepare(Direction::kForward);
+    slot.host_steps.run(Direction::kForward);
     slot.forward->replay();
     ++forward_replays_;
 
     std::vector<at::Tensor> outputs = slot.outputs.lend(*slot.lent_outputs, position_);
     for (const size_t i : written_) impl::bump_version((*externals)[i]);
-    host_steps_.finish(Direction::kForward);
+    slot.host_steps.finish(Direction::kForward);
     if (results_.empty()) {
         if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
         return outputs;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/host_steps.h"
 #include "graphs/callables/gradient_plan.h"
 #include "graphs/callables/gradient_table.h"
 #include "graphs/callables/lent_storages.h"
@@ -58,6 +59,7 @@ struct Slot {
     std::vector<ParameterUpdate> updates{};        // [parameters], of the last backward
     LastUpdate last_update{};
     MergedBackward merged{};  // with those of the predecessors
+    HostSteps host_steps{};   // before replays
 };
 
 }  // namespace te_graph::graphs

@@ -331,9 +331,8 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         backward_guard=capture.backward_guard,
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
         compares_autocast_dtype=not capture.walker.names.said.isdisjoint(_ASKS_FOR_AUTOCAST_DTYPE),
-        host_steps=capture.host_steps,
     )
-    for slot in capture.slots:
+    for slot, host_steps in zip(capture.slots, capture.host_steps, strict=True):
         graphed.add_slot(
             forward=slot.forward,
             backward=slot.backward,
@@ -346,6 +345,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
             summed_inputs=slot.summed_inputs,
             table=slot.table,
             rewinds=slot.states.rewinds,
+            host_steps=host_steps,
         )
     return graphed
 
