@@ -10,10 +10,15 @@ thread_local std::vector<std::shared_ptr<HostSteps>> entered;
 }  // namespace
 
 std::shared_ptr<HostSteps> HostSteps::current() { return entered.empty() ? nullptr : entered.back(); }
-void HostSteps::enter(std::shared_ptr<HostSteps> steps) { entered.push_back(std::move(steps)); }
+void HostSteps::enter(std::shared_ptr<HostSteps> steps) {
+    ++steps->entered_;
+    entered.push_back(std::move(steps));
+}
 void HostSteps::leave() {
-    for (const auto& step : entered.back()->of(Direction::kForward)) step->end_capture();
+    const std::shared_ptr<HostSteps> steps = std::move(entered.back());
     entered.pop_back();
+    if (--steps->entered_ > 0 || steps->has_ended_.exchange(true)) return;
+    for (const auto& step : steps->of(Direction::kForward)) step->end_capture();
 }
 
 HostStep* HostSteps::find(Direction direction, const void* identity) const {

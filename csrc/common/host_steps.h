@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -46,6 +47,9 @@ public:
     // From here to leave(), on this thread, current() is `steps`.
     static void enter(std::shared_ptr<HostSteps> steps);
     static void leave();
+    // What enters steps that all have left notes what a backward of its own does, in which a forward is computed again:
+    // of a graph that holds the backward as well, nobody has left them by then.
+    Direction direction() const { return has_ended_ ? Direction::kBackward : Direction::kForward; }
 
     // False if there is one that does the same.
     bool add(Direction direction, std::shared_ptr<HostStep> step);
@@ -67,6 +71,8 @@ public:
 
 private:
     std::array<List, 2> lists_;  // of each direction
+    std::atomic<int> entered_ = 0;
+    std::atomic<bool> has_ended_ = false;  // the forward
     GradBuffers grad_buffers_;
 };
 

@@ -85,6 +85,13 @@ void bind(py::module_& m) {
              [](LinearProducts& products, py::function function) {
                  products.set_cast_weights(with_gil<const at::Tensor&, bool>(std::move(function)));
              })
+        .def("set_cast_again",
+             [](LinearProducts& products, py::function function) {
+                 products.set_cast_again(
+                     with_gil<const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<WeightMark>&>(
+                         std::move(function)));
+             })
+        .def("note_repeated_cast", &LinearProducts::note_repeated_cast, py::arg("weight"), py::arg("scale"))
         .def("set_main_grad_of",
              [](LinearProducts& products, py::function function) {
                  products.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {

@@ -46,7 +46,7 @@ std::optional<at::Tensor> LinearProducts::begin_input_cast(bool records_amax) {
 const CapturedCastStep* LinearProducts::captured_cast() const {
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps == nullptr) return nullptr;
-    return static_cast<CapturedCastStep*>(steps->find(Direction::kForward, captured_cast_step_identity()));
+    return captured_casts(*steps);
 }
 
 bool LinearProducts::is_cast(const at::Tensor& weight, bool records_amax) const {
@@ -63,6 +63,17 @@ bool LinearProducts::holds(const at::Tensor& weight) const {
     if (const auto* const captured = captured_cast()) return captured->is_of(weight, false);
     const std::lock_guard lock(mutex_);
     return cast_mark_.is_of(weight);
+}
+
+CapturedCastStep* LinearProducts::captured_casts(const HostSteps& steps) const {
+    HostStep* const in_backward = steps.find(Direction::kBackward, captured_cast_step_identity());
+    HostStep* const in_forward = steps.find(Direction::kForward, captured_cast_step_identity());
+    return static_cast<CapturedCastStep*>(in_backward != nullptr ? in_backward : in_forward);
+}
+
+LeftCast LinearProducts::left_cast() const {
+    const std::lock_guard lock(mutex_);
+    return {cast_number_, has_recorded_amax_ ? std::optional(cast_mark_) : std::nullopt};
 }
 
 bool LinearProducts::has_recorded_amax(const at::Tensor& weight) const {
@@ -141,16 +152,27 @@ void LinearProducts::note_captured_cast(const at::Tensor& weight, bool records_a
                                         std::optional<int64_t> repeated) {
     HostSteps& steps = *HostSteps::current();
     if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
-    steps.add(Direction::kForward, std::make_shared<CapturedCastStep>(shared_from_this()));
-    static_cast<CapturedCastStep*>(steps.find(Direction::kForward, captured_cast_step_identity()))
-        ->note(weight, is_recorded);
+    steps.add(steps.direction(), std::make_shared<CapturedCastStep>(shared_from_this()));
+    captured_casts(steps)->note(weight, is_recorded);
     const std::lock_guard lock(mutex_);
     cast_number_ = repeated ? *repeated : ++casts_;
     if (is_recorded && weight_column_.table != nullptr) recorded_ = {WeightMark(weight), cast_number_};
 }
 
+// weight: [O, I] or [I, O]; scale: [1].
+void LinearProducts::note_repeated_cast(const at::Tensor& weight, const std::optional<at::Tensor>& scale) {
+    HostSteps& steps = *HostSteps::current();
+    const bool is_apart = steps.direction() == Direction::kBackward;
+    if (!is_apart || steps.find(Direction::kBackward, captured_cast_step_identity()) != nullptr) return;
+    const auto left = std::make_shared<LeftCast>();
+    if (steps.add(Direction::kBackward, std::make_shared<RepeatedCastStep>(shared_from_this(), weight, scale, left))) {
+        steps.add(Direction::kForward, std::make_shared<LeftCastStep>(shared_from_this(), left));
+    }
+}
+
 // weight: [O, I] or [I, O].
 void LinearProducts::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax) {
+    if (steps.direction() == Direction::kBackward) return;  // note_repeated_cast() has seen to it
     const bool is_first_of_training =
         records_amax && steps.find(Direction::kForward, weight_step_identity(true)) == nullptr;
     // Both casts would come before the graph, and the first call would read the second one.

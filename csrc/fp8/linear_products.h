@@ -18,6 +18,7 @@
 namespace te_graph::fp8 {
 
 class CapturedCastStep;
+struct LeftCast;
 
 class LinearProducts : public std::enable_shared_from_this<LinearProducts> {
 public:
@@ -78,6 +79,20 @@ public:
     // weight: [O, I] or [I, O].
     void cast_weights(const at::Tensor& weight, bool records_amax) const { cast_weights_(weight, records_amax); }
 
+    // Casts weight [O, I] or [I, O] once more by scale [1], with which it was cast, or under current scaling by its own.
+    // recorded: the mark of the weight by then, if its amax was recorded.
+    using CastAgain = std::function<void(const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                                         const std::optional<WeightMark>& recorded)>;
+    void set_cast_again(CastAgain cast_again) { cast_again_ = std::move(cast_again); }
+    // The same. weight: [O, I] or [I, O]; scale: [1].
+    void cast_again(const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                    const std::optional<WeightMark>& recorded) const {
+        cast_again_(weight, scale, recorded);
+    }
+    // A backward that is captured by itself reads the cast of weight [O, I] or [I, O] by scale [1] that its forward has
+    // left: see to that before each replay.
+    void note_repeated_cast(const at::Tensor& weight, const std::optional<at::Tensor>& scale);
+
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
@@ -131,6 +146,8 @@ public:
 private:
     friend class ProductBackward;
     friend class WeightStep;
+    friend class LeftCastStep;
+    friend class RepeatedCastStep;
     friend class CapturedCastStep;
     // What replays do before graphs that read the cast of weight [O, I] or [I, O].
     void add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax);
@@ -141,6 +158,10 @@ private:
     const void* captured_cast_step_identity() const { return &weight_column_; }
     // That of what this thread captures; null: it has cast no weight of the layer.
     const CapturedCastStep* captured_cast() const;
+    // The last casts of the weight that `steps` are of; null: there are none.
+    CapturedCastStep* captured_casts(const HostSteps& steps) const;
+    // How the copies are now.
+    LeftCast left_cast() const;
 
     // The sizes of the weight that is cast.
     at::IntArrayRef weight_sizes() const { return inputs_first_ ? weight_t_.sizes() : weight_.sizes(); }
@@ -151,6 +172,7 @@ private:
     const at::ScalarType grad_dtype_;
     const std::shared_ptr<void> columns_;
     CastWeights cast_weights_;
+    CastAgain cast_again_;
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t fast_region_ = 0;
     std::atomic<bool> trains_ = false;

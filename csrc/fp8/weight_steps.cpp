@@ -23,6 +23,34 @@ void WeightStep::prepare() {
 
 const void* WeightStep::identity() const { return products_->weight_step_identity(records_amax_); }
 
+void LeftCastStep::finish() { *left_ = products_->left_cast(); }
+
+// weight: [O, I] or [I, O]; scale: [1].
+RepeatedCastStep::RepeatedCastStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight,
+                                   std::optional<at::Tensor> scale, std::shared_ptr<LeftCast> left)
+    : products_(std::move(products)), weight_(weight), scale_(std::move(scale)), left_(std::move(left)) {}
+
+void RepeatedCastStep::prepare() {
+    const at::Tensor weight = weight_.lock();
+    const bool is_last = products_->cast_number() == left_->cast_number;
+    TORCH_CHECK(weight.defined() || is_last,
+                "te_graph.Linear: expected the casts of a weight that the forward has computed, which is gone, in a "
+                "backward that computes the layer again, got those of another weight, with which the layer was called "
+                "in between: call it so behind the backward");
+    const bool is_cast = !weight.defined() || (products_->holds(weight) && (is_last || !scale_));
+    if (!is_cast) {
+        products_->cast_again(weight, scale_, left_->recorded);
+        left_->cast_number = products_->cast_number();
+    }
+    products_->wait_for_cast();
+}
+
+const void* RepeatedCastStep::identity() const { return products_->weight_step_identity(false); }
+
+bool RepeatedCastStep::repeats(const HostStep& other) const {
+    return other.identity() == identity() || other.identity() == products_->captured_cast_step_identity();
+}
+
 std::optional<WeightMark> CapturedCastStep::Cast::mark_at_end() const {
     const at::Tensor tensor = held();
     return is_left && tensor.defined() ? std::optional(WeightMark(tensor)) : std::nullopt;

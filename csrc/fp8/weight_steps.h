@@ -28,6 +28,45 @@ private:
     const bool records_amax_;
 };
 
+// How a forward has left the copies that its backward, a graph of its own, reads.
+struct LeftCast {
+    int64_t cast_number = 0;
+    std::optional<WeightMark> recorded;  // the mark of the weight, if its amax was recorded
+};
+
+// Of such a forward.
+class LeftCastStep final : public HostStep {
+public:
+    LeftCastStep(std::shared_ptr<LinearProducts> products, std::shared_ptr<LeftCast> left)
+        : products_(std::move(products)), left_(std::move(left)) {}
+    void finish() override;
+    const void* identity() const override { return &products_->has_recorded_amax_; }
+
+private:
+    const std::shared_ptr<LinearProducts> products_;
+    const std::shared_ptr<LeftCast> left_;
+};
+
+// Before a replay of such a backward: casts the weight as the forward did, where other casts have come since.
+class RepeatedCastStep final : public HostStep {
+public:
+    // weight: [O, I] or [I, O]; scale: [1], of the forward's cast, written by each replay of it, or nothing under current
+    // scaling.
+    RepeatedCastStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight,
+                     std::optional<at::Tensor> scale, std::shared_ptr<LeftCast> left);
+
+    void prepare() override;
+    const void* identity() const override;
+    // Behind casts in a graph, too.
+    bool repeats(const HostStep& other) const override;
+
+private:
+    const std::shared_ptr<LinearProducts> products_;
+    const WeightReference weight_;
+    const std::optional<at::Tensor> scale_;  // [1]
+    const std::shared_ptr<LeftCast> left_;
+};
+
 // Of a graph that trains a layer.
 class TrainingStep final : public HostStep {
 public:

@@ -143,6 +143,11 @@ void bind(py::module_& m) {
     py::class_<HostSteps, std::shared_ptr<HostSteps>>(m, "HostSteps")
         .def(py::init<>())
         .def_static("is_noting", [] { return HostSteps::current() != nullptr; })
+        .def_static("is_noting_backward",
+                    [] {
+                        const auto steps = HostSteps::current();
+                        return steps != nullptr && steps->direction() == Direction::kBackward;
+                    })
         .def_static("current", &HostSteps::current)
         .def("__enter__",
              [](const std::shared_ptr<HostSteps>& steps) {

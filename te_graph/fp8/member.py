@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.capture_state import is_capturing_callables
 from te_graph.common.dispatch import bypass_modes
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.own_objects import OwnObject
@@ -59,12 +61,14 @@ class WeightCast:
     """A cast of a weight, by which it can be made again.
 
     Attributes:
-        number: of the cast among those of its member; one that repeats another has the number of that.
-        scale: a copy, [1]; None under current scaling, where all casts of a weight are alike, and in what is captured.
+        number: of the cast among those of its member; one that repeats another has the number of that. None: of a cast
+            in a replay.
+        scale: a copy, [1]; None under current scaling, where all casts of a weight are alike, and in graphs that hold
+            the backward as well.
         recorded: the mark of the weight, if its amax was recorded.
     """
 
-    number: int
+    number: int | None
     scale: Tensor | None
     recorded: _C.WeightMark | None
 
@@ -124,6 +128,7 @@ class Member(OwnObject):
         self.thread = threading.get_ident()
         # By a weak reference, since what C++ holds is not seen by the garbage collector.
         self.products.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
+        self.products.set_cast_again(functools.partial(_cast_again_of, weakref.ref(self)))
 
     @property
     def trains(self) -> bool:
@@ -201,8 +206,11 @@ class Member(OwnObject):
     def last_cast(self, weight: Tensor) -> WeightCast:
         """Of ``weight`` [out, in] or [in, out]."""
         scale = None
-        if self.scope.is_delayed and not _C.HostSteps.is_noting():
-            with bypass_modes(), torch.no_grad():  # where calls are repeated, others count operators
+        is_captured = _C.HostSteps.is_noting()
+        if self.scope.is_delayed and (not is_captured or is_capturing_callables()):
+            # Where calls are repeated, others count operators; a recording sees them.
+            hidden = contextlib.nullcontext() if is_captured else bypass_modes()
+            with hidden, torch.no_grad():
                 scale = self.block.weight_scale[self.number : self.number + 1].clone()
         recorded = _C.WeightMark(weight) if self.products.has_recorded_amax(weight) else None
         return WeightCast(self.products.cast_number, scale, recorded)
@@ -383,3 +391,18 @@ def _cast_weights_of(reference: weakref.ref[Member], weight: Tensor, records_ama
     member = reference()
     if member is not None:
         member.scope.cast_weights(member, records_amax, given=weight)
+
+
+def _cast_again_of(
+    reference: weakref.ref[Member], weight: Tensor, scale: Tensor | None, recorded: _C.WeightMark | None
+) -> None:
+    """Cast ``weight`` [out, in] or [in, out] as before, by ``scale`` [1], for a member whose backward is about to be
+    replayed; ``recorded``: as in ``WeightCast``."""
+    member = reference()
+    if member is None:
+        raise RuntimeError(
+            "te_graph.Linear: expected a layer that goes by the recipe of its forward until the backward, which "
+            "computes it again with a weight that was cast or written in between, got one that has gone, or went on by "
+            "another recipe: run the backward before"
+        )
+    member.scope.cast_again(member, weight, WeightCast(None, scale, recorded))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.captured_backward import noting_in_backward
 from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, note_call
 from te_graph.fp8.fp8_module import FP8Module
@@ -79,7 +80,7 @@ class PreparedCall:
 
     def noting(self) -> contextlib.AbstractContextManager[Any]:
         """Around the casts and the call."""
-        return contextlib.nullcontext() if self.first is None else self.first.noting()
+        return noting_in_backward(self.member.scope.device) if self.first is None else self.first.noting()
 
     def cast_weight(self, weight: Tensor) -> None:
         """Cast ``weight``, [out, in] or [in, out], if it has changed."""
@@ -88,6 +89,9 @@ class PreparedCall:
             # Others may have computed with the layer in between, such as a teacher with weights of its own; and the
             # weight may be another tensor each time, as one that a hook computes.
             member.scope.cast_again(member, weight, self.first.weight_cast)
+            return
+        if _C.HostSteps.is_noting_backward():
+            member.scope.cast_in_backward(member, weight)
             return
         records_in_graph = _C.HostSteps.is_noting() and self.records_amax and member.scope.is_delayed
         if records_in_graph:

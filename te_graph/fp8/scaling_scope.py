@@ -159,6 +159,24 @@ class ScalingScope(OwnObject):
         for member, _ in pairs:
             member.take_scales_()
 
+    def cast_in_backward(self, member: Member, weight: Tensor) -> None:
+        """Cast ``weight`` [out, in] or [in, out] for a call that a backward makes which is captured by itself.
+
+        Raises:
+            RuntimeError: under delayed scaling.
+        """
+        if self.is_delayed:
+            raise RuntimeError(
+                "te_graph.Linear: expected a layer that the backward of a graphed callable calls inside of "
+                "torch.utils.checkpoint, which notes by which scales the forward called it, under delayed scaling, got "
+                "a call of another autograd.Function: use torch.utils.checkpoint or te_graph.Float8CurrentScaling, or "
+                "leave the layer eager"
+            )
+        if member.products.is_cast(weight, False):
+            member.products.note_repeated_cast(weight, None)
+        else:
+            self.cast_weights(member, records_amax=False, given=weight)
+
     def cast_again(self, member: Member, weight: Tensor, cast: WeightCast) -> None:
         """Let the FP8 copies of ``member`` be what ``cast`` made of ``weight`` [out, in] or [in, out]. Nothing is
         recorded, and it is then as though no other cast had come since.
@@ -166,9 +184,11 @@ class ScalingScope(OwnObject):
         Raises:
             RuntimeError: that would have to be captured, under delayed scaling.
         """
-        if member.has_cast(weight, cast):
-            return
         is_captured = _C.HostSteps.is_noting()
+        if member.has_cast(weight, cast):
+            if is_captured:
+                member.products.note_repeated_cast(weight, cast.scale)
+            return
         if is_captured and self.is_delayed:  # it would count as recorded, of which replays know nothing
             raise RuntimeError(
                 "te_graph.Linear: expected a layer that has one weight from its call in a checkpoint to the backward, "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.as_written import as_written
 from te_graph.common.before_capture import make_ready
+from te_graph.common.captured_backward import capturing_backward
 from te_graph.common.dispatch import storage_key, version_of
 from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.gradient_state import main_grad_of
@@ -361,7 +362,6 @@ class CallableCapture:
             self.settle(number)
         elif slot.lent_storages & {storage_key(grad) for grad in slot.grad_inputs if grad is not None}:
             slot.passed_on = held
-        del held
 
     def settle(self, number: int) -> None:
         """Leave the memory of the input gradients of slot ``number`` to later captures of the pool."""
@@ -378,7 +378,7 @@ class CallableCapture:
         slot.table = new_table(parameters, destinations, self.grad_buffers, added, self.group.device)
         births = TensorWatch(restorable=False, runs_compiled=True)
         with self.grad_buffers.unchanged(parameters), self.backend.capture(pool, slot.states) as slot.backward:
-            with births:
+            with births, capturing_backward(self.host_steps[number]):
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs, len(self.slots))
                 grads = self.grad_buffers.gather_(parameters, grads, self.host_steps[number])
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)

@@ -16,6 +16,7 @@ from te_graph import _C
 from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
+from te_graph.common.captured_backward import capturing_backward
 from te_graph.common.dispatch import has_lost_history, is_leaf, is_strided, layout_name, storage_key
 from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.kept_state import state_kept
@@ -216,7 +217,8 @@ class _Attempt:
     def run(self) -> None:
         generators, code = HostRandom(self._before), CodeWatch()
         try:
-            with code, self._host_steps, CapturedFp8Calls() as self._fp8_calls:
+            in_backward = capturing_backward(self._host_steps)
+            with code, self._host_steps, in_backward, CapturedFp8Calls() as self._fp8_calls:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
