@@ -211,6 +211,7 @@ void bind(py::module_& m) {
     m.def(
         "move_if_lent", [](const at::Tensor& tensor) { move_if_lent(*tensor.storage().unsafeGetStorageImpl()); },
         py::arg("tensor"));
+    m.def("alias_in_place", &alias_in_place, py::arg("tensor"));
     m.def("borrow", &borrow_all, py::arg("tensors"), py::arg("cuda_graph"));
 
     bind_nodes(m);

@@ -117,7 +117,9 @@ class World:
         self.model = nn.Sequential(*MODELS[program.model]()).to(device)
         self.averages = {name: parameter.detach() * 1.3 for name, parameter in self.model.named_parameters()}
         if program.is_fused:
-            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.03, fused=True)
+            self.optimizer: Any = torch.optim.AdamW(
+                self.model.parameters(), lr=0.03, fused=True, capturable=device == "cuda"
+            )
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.5)
         for parameter in self.model.parameters():

@@ -174,11 +174,12 @@ def test_a_function_that_steps_a_layer_which_it_does_not_call_is_refused_or_bit_
 
     def results(is_graphed: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model, x = nn.Sequential(*(tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))), torch.ones(16, WIDTH)
+        model = nn.Sequential(*(tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2)))
+        x = torch.ones(16, WIDTH, device=device)
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1), []
 
         def train(*layers: nn.Module) -> None:
-            y = x.to(device)
+            y = x
             with tg.fp8_autocast(recipe=recipe):
                 for layer in layers:
                     y = layer(y)

@@ -67,6 +67,19 @@ void move_if_lent(c10::StorageImpl& storage) {
     if (is_lent(storage)) move_to_own_memory(storage);
 }
 
+// tensor: [...].
+at::Tensor alias_in_place(const at::Tensor& tensor) {
+    at::Tensor alias = tensor.detach();
+    const std::lock_guard lock(moves);
+    c10::Storage storage = alias.storage();
+    while (is_lent(*storage.unsafeGetStorageImpl())) {
+        auto* const owner = static_cast<c10::StorageImpl*>(storage.data_ptr().get_context());
+        storage = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(owner));
+    }
+    alias.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+    return alias;
+}
+
 void LentStorages::add(c10::intrusive_ptr<c10::StorageImpl> storage, int position) {
     const std::lock_guard lock(mutex_);
     lent_.push_back({position, this_thread(), std::move(storage)});

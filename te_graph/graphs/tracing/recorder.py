@@ -245,8 +245,9 @@ class Recorder:
         self._temporaries = temporaries
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        """An alias of ``tensor`` [...] that knows no autograd graph and has a version counter of its own."""
-        alias = tensor.detach()
+        """An alias of ``tensor`` [...] that knows no autograd graph and has a version counter of its own. It stays
+        where it is when what is lent moves, as an address in a graph does."""
+        alias = _C.alias_in_place(tensor)
         self._aliases.append(alias)
         return alias
 
