@@ -20,6 +20,7 @@ from te_graph.graphs.guards.parametrizations import cache_source, is_parametrize
 from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.lookups import is_project_module
+from te_graph.graphs.guards.readers.parts_of_containers import CONTAINERS
 from te_graph.graphs.guards.readers.user_classes import bases_of
 from te_graph.graphs.guards.sources import (
     Source,
@@ -207,8 +208,9 @@ def _guard_code(
             if bases_of(type(obj)):
                 above = source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
                 callable_guard.expect_class(above, above.name, reader.members(type(obj)))
-            if (source.kind == _Kind.KNOWN and not reader.is_argument(obj)) or not reader.is_users(obj):
-                continue  # what leads to a known one is guarded
+            is_guarded = source.kind == _Kind.KNOWN and not isinstance(source.parent.obj, CONTAINERS)
+            if (is_guarded and not reader.is_argument(obj)) or not reader.is_users(obj):
+                continue  # what leads to a known one is guarded, unless that is a container
             guard_class(source.child(obj, source.name, _Kind.KNOWN), source.name)
         elif is_project_module(obj) or (
             not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.is_users(type(obj))

@@ -317,14 +317,6 @@ def items_in(source: Source) -> Iterator[Source]:
             yield from (item.key_source, item)
 
 
-def members_in(source: Source) -> Iterator[Source]:
-    """Of a set: objects, which are members of it by their identity."""
-    for member in members_of(source.obj):
-        obj = member() if isinstance(member, weakref.ref) else member
-        if not is_value(obj):
-            yield source.child(obj, f"a member of {source.name}", _Kind.KNOWN)
-
-
 def _function_contents(source: Source) -> Iterator[Source]:
     function = source.obj
     if function.__closure__:

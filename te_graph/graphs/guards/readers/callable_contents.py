@@ -43,7 +43,7 @@ from te_graph.graphs.guards.readers.lookups import (
     modules_of,
     shows,
 )
-from te_graph.graphs.guards.readers.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.parts_of_containers import parts_that_lead_on
 from te_graph.graphs.guards.readers.put_attributes import put_on_object
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
@@ -132,7 +132,7 @@ class CallableContents(TensorReader):
         classes."""
         if not super().is_end(source):
             return False
-        return not (isinstance(source.obj, tuple | frozenset) and any(True for _ in members_of_users(source)))
+        return not (isinstance(source.obj, tuple | frozenset) and any(True for _ in parts_that_lead_on(source)))
 
     def contents(self, source: Source) -> Iterable[Source]:
         """What the object there leads to, as far as the code can name it."""
@@ -160,7 +160,7 @@ class CallableContents(TensorReader):
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
-        yield from members_of_users(source, _is_whole(obj))
+        yield from parts_that_lead_on(source, _is_whole(obj))
         if self._holds_more(type(obj)):
             yield source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
         if isinstance(obj, nn.Module):
@@ -239,11 +239,13 @@ class CallableContents(TensorReader):
     def _inside_module(self, source: Source) -> Iterator[Source]:
         members = source.attributes()
         for key, value in list(members.obj.items()):
+            if key in MODULE_TABLES and isinstance(value, dict):  # those of TorchScript are not
+                table = members.item(key, name_of(key, source.name), distance=0)
+                yield from parts_that_lead_on(table, is_whole=False)
+                if key != "_modules":
+                    yield from (table.item(name, name_of(name, source.name), distance=0) for name in value)
             if key == "_modules":
                 yield from submodules(source)
-            elif key in MODULE_TABLES and isinstance(value, dict):  # those of TorchScript are not
-                table = members.item(key, name_of(key, source.name), distance=0)
-                yield from (table.item(name, name_of(name, source.name), distance=0) for name in value)
             elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(source, key):
                 yield members.item(key, name_of(key, source.name))
         yield from self._in_slots(source)

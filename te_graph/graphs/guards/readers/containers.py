@@ -1,4 +1,4 @@
-"""What dictionaries, lists, tuples and sets hold, as the guards of callables compare it."""
+"""What dictionaries, lists and tuples hold, as the guards of callables compare it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterator
 
 from te_graph import _C
-from te_graph.common.raw_contents import members_of
-from te_graph.graphs.guards.plain_values import holds_values, is_compared_whole
-from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, contents, items_in, members_in
+from te_graph.graphs.guards.plain_values import is_compared_whole
+from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, contents, items_in
 
 _Kind = _C.StepKind
 
@@ -22,8 +21,5 @@ def inside_container(source: Source) -> Iterator[Source]:
             yield source.child(obj.default_factory, f"default of {source.name}", _Kind.ATTRIBUTE, "default_factory")
         if not is_compared_whole(obj):
             yield from itertools.islice(items_in(source), MAX_OBJECTS)
-    elif isinstance(obj, list | tuple):
-        if not is_compared_whole(obj):
-            yield from contents(source)
-    elif isinstance(obj, set | frozenset) and not holds_values(members_of(obj)):
-        yield from members_in(source)
+    elif isinstance(obj, list | tuple) and not is_compared_whole(obj):
+        yield from contents(source)

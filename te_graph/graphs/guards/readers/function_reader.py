@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
-from te_graph.common.raw_contents import items_of, members_of
+from te_graph.common.raw_contents import items_of
 from te_graph.graphs.arguments.attributes import hides_slot
 from te_graph.graphs.guards.plain_values import has_snapshot
 from te_graph.graphs.guards.readers.asked_state import asked_state
@@ -52,8 +52,8 @@ from te_graph.graphs.guards.readers.lookups import (
     modules_of,
     shows,
 )
-from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member, member_of
+from te_graph.graphs.guards.readers.parts_of_containers import parts_that_lead_on
 from te_graph.graphs.guards.readers.put_attributes import put_on_object
 from te_graph.graphs.guards.sources import (
     HIDES_CLASS,
@@ -65,7 +65,7 @@ from te_graph.graphs.guards.sources import (
     name_of,
     pretends,
 )
-from te_graph.graphs.guards.values import keys_of, value_of
+from te_graph.graphs.guards.values import keys_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
@@ -133,9 +133,10 @@ class FunctionReader:
         obj, is_value = source.obj, source.value is not None
         if isinstance(obj, dict) and not is_value and not all(map(has_snapshot, dict.keys(obj))):
             self._waiting.append(source)
+        parts = () if source.is_given else parts_that_lead_on(source, is_value)
         children = self._contents_of_value(source) if is_value else self._contents(source)
         count = None if self.names.is_enough or source.is_given else number_of_attributes(source)
-        for child in itertools.chain(children, filter(None, [count])):
+        for child in itertools.chain(parts, children, filter(None, [count])):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
             elif hides_class(child.obj):
@@ -202,11 +203,7 @@ class FunctionReader:
                 yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)
 
     def _contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
-        """The sources one step further from what is compared by value: objects in sets, and what a class adds."""
-        if isinstance(source.obj, set | frozenset):
-            members = (member for member in members_of(source.obj) if value_of(member) is None)
-            yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
-        yield from members_of_users(source)
+        """The sources one step further from what is compared by value: what a class adds, and users put on it."""
         if source.depth < _MAX_DEPTH:
             if user_classes(type(source.obj)):
                 yield from self._object_contents(source)
