@@ -72,6 +72,12 @@ bool is_constant(PyObject* object) {
            THPLayout_Check(object) || THPMemoryFormat_Check(object) || PyType_IsSubtype(Py_TYPE(type), enum_type);
 }
 
+// What was put on an object of a class that gives it a dictionary of attributes, which are no part of what it holds.
+bool has_attributes(PyObject* object) {
+    PyObject* const* const dict = _PyObject_GetDictPtr(object);
+    return dict && *dict && PyDict_GET_SIZE(*dict) > 0;
+}
+
 bool is_same_double(double a, double b) {
     return (a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b));
 }
@@ -223,7 +229,9 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
     // leads to those of a member that is there later, so that members of derived classes have none.
     const bool is_tuple = PyTuple_Check(object) && Py_TYPE(object)->tp_dictoffset == 0;
     if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
-    if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) return of_dict(object, depth);
+    if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) {
+        return has_attributes(object) ? nullptr : of_dict(object, depth);
+    }
     if (PyAnySet_Check(object)) return depth == 0 || PyAnySet_CheckExact(object) ? of_set(object) : nullptr;
     auto keyed = of_keyed(object, depth);
     return keyed || PyBytes_Check(object) ? std::move(keyed) : of_buffer(object);
@@ -355,7 +363,7 @@ bool Value::matches(PyObject* found) const {
             return static_cast<size_t>(PySet_GET_SIZE(found)) == items_.size() &&
                    (items_.empty() || all_of_set(found, is_next));
         case Kind::kDict:
-            return static_cast<size_t>(PyDict_GET_SIZE(found)) * 2 == items_.size() &&
+            return static_cast<size_t>(PyDict_GET_SIZE(found)) * 2 == items_.size() && !has_attributes(found) &&
                    all_of_dict(found, [&](PyObject* key, PyObject* value) { return is_next(key) && is_next(value); });
         case Kind::kKeys:
             return static_cast<size_t>(PyDict_GET_SIZE(found)) == items_.size() &&
@@ -403,6 +411,7 @@ std::string Value::difference(const std::string& name, PyObject* found) const {
         change = name + " changed from " + shown(object_) + " to " + shown(found);
     }
     if (!change.empty()) return change;
+    if (kind_ == Kind::kDict && has_attributes(found)) return name + " has attributes now";
     if (kind_ == Kind::kSequence) return "length of " + name + " changed";
     if (kind_ == Kind::kDict || kind_ == Kind::kKeys) return "keys of " + name + " changed";
     return name + " changed";

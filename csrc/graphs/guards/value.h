@@ -34,8 +34,10 @@ public:
     bool is_mutable() const { return is_mutable_; }
     // For the garbage collector: classes of constants and members without weak references may lead anywhere.
     int visit(visitproc visit, void* arg) const;
-    // Everything is a dictionary's own: watching that one shows all changes.
-    bool is_watchable() const { return kind_ == Kind::kKeys || (kind_ == Kind::kDict && !holds_mutable_); }
+    // Everything is a dictionary's own, attributes that may be put on it among it: watching that one shows all changes.
+    bool is_watchable() const {
+        return kind_ == Kind::kKeys || (kind_ == Kind::kDict && !holds_mutable_ && !type_->tp_dictoffset);
+    }
 
 private:
     enum class Kind : uint8_t { kConstant, kWeak, kSequence, kSet, kDict, kKeys, kBuffer, kKeyed };

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from te_graph.common.raw_contents import members_of
-from te_graph.graphs.arguments.attributes import may_have_attributes
+from te_graph.graphs.arguments.attributes import instance_dict, may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.values import value_of
 
@@ -84,9 +84,9 @@ def _one_of_each(members: Iterable[Any], kinds: set[type]) -> list[Any]:
 
 
 def is_bulk(obj: Any) -> bool:
-    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class. The keys of a
-    large dictionary are not looked at."""
-    if type(obj) not in _CONTAINERS:
+    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class, and without
+    attributes. The keys of a large dictionary are not looked at."""
+    if type(obj) not in _CONTAINERS or instance_dict(obj):
         return False
     if not isinstance(obj, dict):
         return holds_values(obj)

@@ -32,7 +32,7 @@ def _times_key(values: Any) -> Any:
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MUTABLE = {
     collections.deque: lambda d: (d.maxlen, tuple(members_of(d))),
-    random.Random: lambda r: r.getstate(),
+    random.Random: lambda r: (r.getstate(), vars(r)),  # and what was put on it
     decimal.Context: repr,
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import pytest
 import torch
+from sequences import counts
 from text_cases import refuses_changes, run_text, sees_changes
 from torch import nn
 
@@ -47,6 +49,23 @@ CASES["a name that parameters of the class's methods have"] = (
     "o.scale",
     "o.scale = 3.0",
 )
+for _name, _made in {"OrderedDict": "collections.OrderedDict(a=1.0)", "Random": "random.Random(0)"}.items():
+    _setup = f"{_HEADER}o = {_made}\n"
+    CASES |= {
+        f"attribute of {_name} in a list": (f"{_setup}o.w = 2.0\nc = [o]", "c[0].w", "o.w = 3.0"),
+        f"late attribute of {_name}": (_setup, "getattr(o, 'w', 2.0)", "o.w = 3.0"),
+        f"late attribute of {_name} in a list": (f"{_setup}c = [o]", "getattr(c[0], 'w', 2.0)", "o.w = 3.0"),
+        f"late attribute of {_name} with another": (f"{_setup}o.v = 2.0", "getattr(o, 'w', o.v)", "o.w = 3.0"),
+    }
+for _name, _made in {
+    "a library's member of an enumeration": "__import__('uuid').SafeUUID.safe",
+    "a static method": "staticmethod(math.sin)",
+}.items():
+    CASES[f"late attribute of {_name}"] = (
+        f"{_HEADER}o = {_made}",
+        "getattr(o, 'put_by_a_test', 2.0)",
+        "o.put_by_a_test = 3.0",
+    )
 test_a_change_is_seen = sees_changes(CASES)
 test_a_callable_refuses_a_change = refuses_changes(CASES)
 
@@ -90,3 +109,23 @@ def test_a_handle_takes_no_attributes(is_module: bool) -> None:
         graphed.te_graph.gain = 2.0
     graphed.gain = 2.0
     assert graphed.gain == 2.0
+
+
+def with_gain(gain: float) -> list[OrderedDict]:
+    held = OrderedDict(a=1.0)
+    held.gain = gain
+    return [held]
+
+
+def test_equal_arguments_that_are_made_anew_are_no_change() -> None:
+    replayed, x = tg.graphed(lambda x, held: x * held[0]["a"]), torch.ones(3)
+    for _ in range(3):
+        replayed(x, [OrderedDict(a=1.0)])
+    assert counts(replayed) == (1, 2, 0, 1)
+
+
+def test_an_argument_with_other_attributes_is_a_change() -> None:
+    replayed, x = tg.graphed(lambda x, held: x * held[0].gain), torch.ones(3)
+    for gain in (2.0, 2.0, 2.0, 3.0, 2.0):
+        assert torch.equal(replayed(x, with_gain(gain)), x * gain)
+    assert counts(replayed)[:3] == (1, 3, 1)

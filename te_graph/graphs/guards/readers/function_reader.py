@@ -209,6 +209,7 @@ class FunctionReader:
                 yield from self._object_contents(source)
             else:
                 yield from put_on_object(source, self.names.said)
+                yield from self._unset(source)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
         return self.everything or self.names.may_read(obj, attribute)
@@ -329,14 +330,19 @@ class FunctionReader:
         for key in list(members.obj) if members is not None else ():
             if key in named and not is_implicit(key):
                 yield members.item(key, f"{source.name}.{key}")
-        is_wrapper = isinstance(source.obj, classmethod | staticmethod | property)  # of a class, once for each name
-        expected = frozenset() if is_wrapper else self._members.expected(type(source.obj))
-        for key in sorted(expected - members.obj.keys()) if members is not None else ():
-            if not has_member(type(source.obj), key):
-                yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
+        is_wrapper = isinstance(source.obj, classmethod | staticmethod | property)
+        if not (is_wrapper and source.kind == _Kind.TYPE_ITEM):  # of a class, once for each name
+            yield from self._unset(source)
         for key in slots_of(type(source.obj)):
             if key in named:
                 yield _slot(source, key)
+
+    def _unset(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        """Attributes that the code asks for, and neither the object there nor its class has."""
+        kind, members = type(source.obj), source.attributes()
+        for key in sorted(self._members.expected(kind) - members.obj.keys()) if members is not None else ():
+            if not has_member(kind, key):
+                yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
     def _class_of(self, source: GuardedSource, members: GuardedSource | None) -> Iterator[GuardedSource]:
         """The class, and that neither the instance nor the class comes to hide what is read of the other."""
