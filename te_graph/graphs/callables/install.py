@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ class FunctionProxy:
     """A function that replays its graph; ``te_graph`` is its handle."""
 
     def __init__(self, function: Callable[..., Any], handle: Handle) -> None:
-        functools.update_wrapper(self, function, updated=())
+        functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isfunction(function) else ())
         self._function = function
         self.te_graph = handle
 

@@ -129,3 +129,11 @@ def test_an_argument_with_other_attributes_is_a_change() -> None:
     for gain in (2.0, 2.0, 2.0, 3.0, 2.0):
         assert torch.equal(replayed(x, with_gain(gain)), x * gain)
     assert counts(replayed)[:3] == (1, 3, 1)
+
+
+def test_attributes_of_a_function_are_those_of_what_replays_it() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:  # [3] -> [3]
+        return x * 2
+
+    fn.gain = 2.0
+    assert tg.make_graphed_callables(fn, (torch.ones(3),)).gain == 2.0
