@@ -35,6 +35,11 @@ CASES = {
         _IS.format("torch.is_anomaly_enabled()"),
         "torch.autograd.set_detect_anomaly(True, check_nan=False)",
     ),
+    "sparse tensors": (
+        "",
+        _IS.format("torch.sparse.check_sparse_tensor_invariants.is_enabled()"),
+        "torch.sparse.check_sparse_tensor_invariants.enable()",
+    ),
     "warnings": ("", _IS.format("torch.is_warn_always_enabled()"), "torch.set_warn_always(True)"),
     "memory that is filled": (
         "from torch.utils import deterministic",
@@ -88,6 +93,7 @@ def module(module: types.ModuleType) -> Iterator[types.ModuleType]:
     decimal.getcontext().prec = precision
     torch.autograd.set_detect_anomaly(False)
     torch.set_warn_always(False)
+    torch.sparse.check_sparse_tensor_invariants.disable()
     deterministic.fill_uninitialized_memory = is_filled
     torch.__future__.set_swap_module_params_on_conversion(False)
     torch._dynamo.config.verbose = False

@@ -47,6 +47,7 @@ _ASKED: dict[str, Callable[[], Any]] = {
     "fill_uninitialized_memory": lambda: deterministic.fill_uninitialized_memory,
     "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
     "get_overwrite_module_params_on_conversion": torch.__future__.get_overwrite_module_params_on_conversion,
+    "check_sparse_tensor_invariants": torch.sparse.check_sparse_tensor_invariants.is_enabled,
     "get_worker_info": get_worker_info,
     "is_initialized": _has_group,
     "get_world_size": lambda: dist.get_world_size() if _has_group() else None,
