@@ -59,12 +59,6 @@ def test_parts_without_a_gradient_count_as_zeros(device: str) -> None:
     assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["plain", "heads first"])
-def test_the_op_passes_opcheck(layout: str, device: str) -> None:
-    parts = parts_of((3, 2, 4, 2, 16), torch.bfloat16, device, layout)
-    torch.library.opcheck(ops.concat_qkv.default, parts)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

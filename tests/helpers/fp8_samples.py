@@ -97,6 +97,17 @@ def gemm_samples(device: str) -> dict[str, Arguments]:
     }
 
 
+def qkv_samples(device: str) -> dict[str, Arguments]:
+    """Calls of what puts queries, keys and values side by side, of 4 heads in 2 groups."""
+    query, key, value = (numbers((2, 3, heads, 8), torch.bfloat16, device) for heads in (4, 2, 2))
+    turned = numbers((3, 2, 2, 8), torch.bfloat16, device).transpose(0, 1)
+    return {
+        "qkv": (ops.concat_qkv.default, (query, key, value), {}),
+        "qkv, turned": (ops.concat_qkv.default, (query, turned, value), {}),
+        "qkv of nothing": (ops.concat_qkv.default, (query[:0], key[:0], value[:0]), {}),
+    }
+
+
 def made_samples(device: str) -> dict[str, Arguments]:
     """Calls of ops that cast what they make: 6 rows of 16 columns, gated ones of 32."""
     x, grad, wide = (numbers(shape, torch.bfloat16, device) for shape in ((6, 16), (6, 16), (6, 32)))
@@ -206,6 +217,7 @@ def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
         "scale, transposed": (ops.fp8_scale.default, (history.t(), E4M3), {}),
         **gemm_samples(device),
         **made_samples(device),
+        **qkv_samples(device),
         "state, set": (ops.step_state_set_.default, (state, False, True), {}),
         "state, advance": (ops.step_state_advance_.default, (state.clone(),), {}),
     }
