@@ -13,9 +13,16 @@ using te_graph::widen;  // beside those of FP8 numbers
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
+// GPUs without FP8 convert in some hundred instructions, which take minutes to compile where they are inlined.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#define TE_GRAPH_CONVERSION __noinline__
+#else
+#define TE_GRAPH_CONVERSION
+#endif
+
 // Two numbers, the first one in the lower byte.
 template <Format kFormat>
-__device__ uint32_t to_fp8_pair(float first, float second) {
+__device__ TE_GRAPH_CONVERSION uint32_t to_fp8_pair(float first, float second) {
     return __nv_cvt_float2_to_fp8x2({first, second}, __NV_SATFINITE, kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2);
 }
 
