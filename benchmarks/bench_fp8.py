@@ -92,11 +92,8 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         bandwidth = measurements.run({"part": "bandwidth"}, measure_bandwidth, options.device, sampling, nbytes)
         for part, names in groups:
             what = (part, names, options.small, options.variants, options.device, options.seed, sampling)
-            found = measurements.run({"part": part, "cases": " ".join(names)}, measure, *what)
-            for row in found["rows"] if found else ():
+            for row in measurements.rows({"part": part, "cases": " ".join(names)}, measure, *what):
                 rows.append({**row, **moved(row, cases[part][row["case"]], bandwidth), "equal_to_eager": True})
-            for failure in found["failures"] if found else ():
-                measurements.fail({k: v for k, v in failure.items() if k != "error"}, failure["error"])
     record = {
         "parts": options.parts,
         "cases": {part: {name: case.label for name, case in found.items()} for part, found in cases.items()},

@@ -108,10 +108,8 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         for shape in options.shapes:
             is_compiled = options.compiles_all or shape in COMPILED_SHAPES
             variants = [name for name in options.variants if is_compiled or name != COMPILED]
-            found = measurements.run({"shape": shape}, measure, shape, variants, options.device, options.seed, sampling)
-            rows += found["rows"] if found else []
-            for failure in found["failures"] if found else ():
-                measurements.fail({k: v for k, v in failure.items() if k != "error"}, failure["error"])
+            what = (shape, variants, options.device, options.seed, sampling)
+            rows += measurements.rows({"shape": shape}, measure, *what)
     return {
         "shapes": {name: SHAPES[name].label for name in options.shapes},
         "variants": {name: VARIANTS[name].label for name in options.variants},

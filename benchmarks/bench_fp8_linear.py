@@ -146,10 +146,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     with Measurements(len(options.shapes)) as measurements:
         for shape in options.shapes:
             what = ([shape], options.variants, options.device, options.seed, sampling)
-            found = measurements.run({"shape": shape}, measure, *what)
-            rows += found["rows"] if found else []
-            for failure in found["failures"] if found else ():
-                measurements.fail({k: v for k, v in failure.items() if k != "error"}, failure["error"])
+            rows += measurements.rows({"shape": shape}, measure, *what)
     return {
         "shapes": {name: SHAPES[name].label for name in options.shapes},
         "variants": {name: VARIANTS[name].label for name in options.variants},

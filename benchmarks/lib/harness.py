@@ -73,6 +73,13 @@ class Measurements:
         finally:
             self._bar.update()
 
+    def rows(self, names: dict[str, Any], function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+        """The "rows" of what `function` returns, none where it raised; its "failures" are counted among these here."""
+        found = self.run(names, function, *args) or {"rows": [], "failures": []}
+        for failure in found["failures"]:
+            self.fail({key: value for key, value in failure.items() if key != "error"}, failure["error"])
+        return found["rows"]
+
     def fail(self, names: dict[str, Any], error: str) -> None:
         self.failures.append({**names, "error": error})
 
