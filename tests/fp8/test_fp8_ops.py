@@ -69,10 +69,11 @@ SCHEMAS = (
     "bool accumulate_weight=False, Tensor(c!)? grad_bias=None, bool accumulate_bias=False, "
     "Tensor(d!)? column_sums=None, bool accumulate_sums=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "concat_qkv(Tensor query, Tensor key, Tensor value) -> Tensor",
     "step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()",
     "step_state_advance_(Tensor(a!) state) -> ()",
 )
-PREFIXES = ("fp8_", "amax_", "step_state_")
+PREFIXES = ("fp8_", "amax_", "concat_qkv", "step_state_")
 
 
 def overloads() -> list[torch._ops.OpOverload]:
