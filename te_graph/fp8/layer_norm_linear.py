@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
+from te_graph.fp8.engine_checkpoint import NORM_NAMES, rename_keys_
 from te_graph.fp8.fused import Stage, run_stages
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.norm import Norm
+
+_ENGINE_NAMES = {**NORM_NAMES, "weight": "linear.weight", "bias": "linear.bias"}
 
 
 class LayerNormLinear(nn.Module):
@@ -96,3 +101,8 @@ class LayerNormLinear(nn.Module):
         stages = [Stage(self.layer_norm, self.linear)]
         y, total = run_stages("te_graph.LayerNormLinear", stages, input, residual, self.in_features)
         return y if residual is None else (y, total)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """From checkpoints of TransformerEngine's, too."""
+        rename_keys_(state_dict, prefix, _ENGINE_NAMES)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
 from te_graph.fp8.activation import Activation
+from te_graph.fp8.engine_checkpoint import NORM_NAMES, rename_keys_
 from te_graph.fp8.fused import Stage, run_stages
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.norm import Norm
+
+_ENGINE_NAMES = {
+    **NORM_NAMES,
+    "fc1_weight": "fc1.weight",
+    "fc1_bias": "fc1.bias",
+    "fc2_weight": "fc2.weight",
+    "fc2_bias": "fc2.bias",
+}
 
 
 class LayerNormMLP(nn.Module):
@@ -102,6 +113,11 @@ class LayerNormMLP(nn.Module):
         """
         y, total = run_stages("te_graph.LayerNormMLP", self.stages(), input, residual, self.hidden_size)
         return y if residual is None else (y, total)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """From checkpoints of TransformerEngine's, too."""
+        rename_keys_(state_dict, prefix, _ENGINE_NAMES)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def stages(self) -> list[Stage]:
         """Its parts, for a layer that fuses them with its own."""

@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
+from te_graph.fp8.engine_checkpoint import EXTRA_STATE, drop_extra_state_
 from te_graph.fp8.fp8_layer import FP8Layer
 from te_graph.fp8.layer_state import load_state_, state_of
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.parallel import Shard
 from te_graph.fp8.product import product_in_fp8
 from te_graph.fp8.weight_mark import plain_weight
-
-_EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
 
 
 class Linear(nn.Linear, FP8Layer):
@@ -202,9 +201,10 @@ class Linear(nn.Linear, FP8Layer):
         load_state_(self, state)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """A checkpoint of ``torch.nn.Linear`` has all that is needed."""
+        """A checkpoint of ``torch.nn.Linear``, or of TransformerEngine's, has all that is needed."""
+        drop_extra_state_(state_dict, prefix)
         with loaded_modules().marks_kept_over_copy(plain_weight(self), state_dict.get(f"{prefix}weight")):
             super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         with contextlib.suppress(ValueError):
-            missing.remove(f"{prefix}{_EXTRA_STATE}")
+            missing.remove(f"{prefix}{EXTRA_STATE}")

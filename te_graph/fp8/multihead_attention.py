@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.fp8.autocast import is_in_region
+from te_graph.fp8.engine_checkpoint import drop_extra_state_, join_qkv_
 from te_graph.fp8.layer_norm_linear import LayerNormLinear
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.rotary import apply_rotary_pos_emb
@@ -119,6 +122,12 @@ class MultiheadAttention(nn.Module):
         """The projected attention of hidden_states [seq, batch, hidden] or [batch, seq, hidden], of the same shape."""
         qkv = self.layernorm_qkv(hidden_states)
         return self.proj(self.attend(qkv, attention_mask, self_attn_mask_type, rotary_pos_emb))
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """From checkpoints of TransformerEngine's, too."""
+        join_qkv_(state_dict, f"{prefix}layernorm_qkv.", self.groups)
+        drop_extra_state_(state_dict, f"{prefix}core_attention.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def attend(
         self, qkv: Tensor, attention_mask: Tensor | None, self_attn_mask_type: str, rotary_pos_emb: Tensor | None
