@@ -39,7 +39,7 @@ class LayerNormMLP(nn.Module):
         activation: "gelu" (by tanh, as TransformerEngine's), "gelu_erf", "relu", "silu"; gated, of the first half of
             2 * ``ffn_hidden_size`` features, times the second one: "geglu", "geglu_erf", "reglu", "swiglu".
         set_parallel_mode: split the first layer by columns and the second one by rows, over ``tp_group``, with
-            ``sequence_parallel`` as of ``te_graph.Linear``; with activations that are not gated.
+            ``sequence_parallel`` as of ``te_graph.Linear``. Of gated activations a rank has rows of both halves.
 
     Attributes:
         layer_norm: the norm.
@@ -74,11 +74,6 @@ class LayerNormMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = Activation(activation)
-        if set_parallel_mode and self.activation.is_gated:
-            raise ValueError(
-                f"te_graph.LayerNormMLP: expected an activation that is not gated with set_parallel_mode, got "
-                f"{activation!r}: build it of te_graph.Linear, one for each half"
-            )
         options = {
             "bias": bias,
             "device": device,
@@ -89,8 +84,8 @@ class LayerNormMLP(nn.Module):
             "sequence_parallel": sequence_parallel,
         }
         modes = ("column", "row") if set_parallel_mode else (None, None)
-        width = ffn_hidden_size * (2 if self.activation.is_gated else 1)
-        self.fc1 = Linear(hidden_size, width, parallel_mode=modes[0], **options)
+        halves = 2 if self.activation.is_gated else 1
+        self.fc1 = Linear(hidden_size, halves * ffn_hidden_size, parallel_mode=modes[0], stride=halves, **options)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **options)
         self.hidden_size, kept = hidden_size, self.fc1.weight
         self.layer_norm = Norm(hidden_size, eps, normalization, zero_centered_gamma, kept.device, kept.dtype)

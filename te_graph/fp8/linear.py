@@ -58,6 +58,8 @@ class Linear(nn.Linear, FP8Layer):
         parallel_mode: "column", "row" or None.
         tp_group: a ``te_graph.PeerGroup`` of the ranks that share the layer.
         sequence_parallel: see above.
+        stride: the features that are split are so many blocks, one behind the other, of each of which a rank has a
+            part: 2 of a gate and what it is multiplied with.
 
     Attributes:
         in_features, out_features: of this rank's part. ``weight`` is [out, in], ``bias`` [out], with "row" that of the
@@ -103,10 +105,11 @@ class Linear(nn.Linear, FP8Layer):
         parallel_mode: str | None = None,
         tp_group: PeerGroup | None = None,
         sequence_parallel: bool = False,
+        stride: int = 1,
     ) -> None:
         if dtype is not None and params_dtype is not None:
             raise TypeError("te_graph.Linear: expected dtype or params_dtype, which mean the same, got both")
-        shard = Shard.of(parallel_mode, tp_group, sequence_parallel, in_features, out_features)
+        shard = Shard.of(parallel_mode, tp_group, sequence_parallel, stride, in_features, out_features)
         nn.Module.__init__(self)
         self.shard = shard
         self.return_bias = return_bias

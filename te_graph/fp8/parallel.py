@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from te_graph.collectives.peer_group import PeerGroup
@@ -19,13 +20,17 @@ class Shard:
         mode: "column" splits the output features, "row" the input features.
         group: the ranks.
         sequence_parallel: outside of the layer, ranks have rows (dimension 0) of activations between them.
+        stride: the features that are split are so many blocks, one behind the other, of each of which a rank has a
+            part: as Megatron-LM's.
     """
 
-    def __init__(self, mode: str, group: PeerGroup, sequence_parallel: bool) -> None:
-        self.mode, self.group, self.sequence_parallel = mode, group, sequence_parallel
+    def __init__(self, mode: str, group: PeerGroup, sequence_parallel: bool, stride: int = 1) -> None:
+        self.mode, self.group, self.sequence_parallel, self.stride = mode, group, sequence_parallel, stride
 
     @classmethod
-    def of(cls, mode: str | None, group: Any, sequence_parallel: bool, inputs: int, outputs: int) -> Shard | None:
+    def of(
+        cls, mode: str | None, group: Any, sequence_parallel: bool, stride: int, inputs: int, outputs: int
+    ) -> Shard | None:
         """That of a layer of so many features; None where it is not split.
 
         Raises:
@@ -45,11 +50,13 @@ class Shard:
                 f"te_graph.Linear: expected tp_group to be a te_graph.PeerGroup, got {type(group).__name__}"
             )
         name, features = ("in_features", inputs) if mode == "row" else ("out_features", outputs)
-        if features % group.world_size:
+        if features % (stride * group.world_size):
+            blocks = "" if stride == 1 else f", in {stride} blocks,"
             raise ValueError(
-                f"te_graph.Linear: expected {name} that the {group.world_size} ranks of tp_group divide, got {features}"
+                f"te_graph.Linear: expected {name}{blocks} that the {group.world_size} ranks of tp_group divide, got "
+                f"{features}"
             )
-        return cls(mode, group, bool(sequence_parallel))
+        return cls(mode, group, bool(sequence_parallel), stride)
 
     @property
     def is_row(self) -> bool:
@@ -67,8 +74,10 @@ class Shard:
         return (inputs * ranks, outputs) if self.is_row else (inputs, outputs * ranks)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a weight [out, in] or of a bias [out] of the whole layer; a view."""
-        return tensor.chunk(self.group.world_size, 1 if self.is_row else 0)[self.group.rank]
+        """This rank's part of a weight [out, in] or of a bias [out] of the whole layer."""
+        dim = 1 if self.is_row else 0
+        blocks = tensor.chunk(self.stride, dim)
+        return torch.cat([block.chunk(self.group.world_size, dim)[self.group.rank] for block in blocks], dim)
 
     def enter(self, x: Tensor) -> Tensor:
         """What a column-parallel layer multiplies, of x [..., in]."""

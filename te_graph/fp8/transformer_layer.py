@@ -36,8 +36,7 @@ class TransformerLayer(nn.Module):
         attn_input_format: "sbhd" for [seq, batch, hidden], or "bshd", for [batch, seq, hidden], which needs a copy less
             behind the attention.
         params_dtype, device: of the parameters.
-        set_parallel_mode, tp_group, sequence_parallel: split over ranks, as ``te_graph.Linear`` is; not with a gated
-            activation.
+        set_parallel_mode, tp_group, sequence_parallel: split over ranks, as ``te_graph.Linear`` is.
 
     Attributes:
         self_attention: with ``layernorm_qkv`` and ``proj``.

@@ -154,7 +154,6 @@ def test_hooks_of_parameters_get_their_gradients(device):
         ),
         (lambda: tg.LayerNormMLP(32, 32, activation="tanh"), ValueError, "activation to be one of .*got 'tanh'"),
         (lambda: tg.LayerNormLinear(32, 32, parallel_mode="row"), ValueError, "parallel_mode 'column' or None"),
-        (lambda: tg.LayerNormMLP(32, 32, activation="swiglu", set_parallel_mode=True), ValueError, "not gated"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(build, error, words):

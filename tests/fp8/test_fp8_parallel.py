@@ -126,6 +126,8 @@ def bad_arguments(rank: Rank, group: tg.PeerGroup) -> None:
         for mode, name in (("column", "out_features"), ("row", "in_features")):
             with pytest.raises(ValueError, match=f"expected {name} that the {rank.world} ranks of tp_group divide"):
                 tg.Linear(17, 17, parallel_mode=mode, tp_group=group)
+        with pytest.raises(ValueError, match=f"expected out_features, in 2 blocks, that the {rank.world} ranks"):
+            tg.Linear(16, 3 * rank.world, parallel_mode="column", tp_group=group, stride=2)
 
 
 def test_bad_arguments(ranks) -> None:

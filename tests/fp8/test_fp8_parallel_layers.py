@@ -21,8 +21,16 @@ ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 splits = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 64, 128, 4, 6, 3
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
-LLAMA = {"num_gqa_groups": 2, "bias": False, "normalization": "RMSNorm", "zero_centered_gamma": True}
-KINDS = ("LayerNormLinear", "LayerNormMLP", "LayerNormMLP, RMSNorm", "TransformerLayer", "TransformerLayer, RMSNorm")
+RMS = {"normalization": "RMSNorm"}
+LLAMA = {"num_gqa_groups": 2, "bias": False, "zero_centered_gamma": True, **RMS}
+KINDS: dict[str, dict[str, Any]] = {
+    "LayerNormLinear": {},
+    "LayerNormMLP": {},
+    "LayerNormMLP, RMSNorm": RMS,
+    "LayerNormMLP, swiglu": {"activation": "swiglu"},
+    "TransformerLayer": {},
+    "TransformerLayer, Llama": {**LLAMA, "activation": "swiglu"},
+}
 kinds = pytest.mark.parametrize("kind", KINDS)
 # Largest errors: sums over ranks round otherwise than those of one process, and with them casts of what is made of
 # them. Ranks share scales that are delayed; current ones are those of each part.
@@ -38,12 +46,12 @@ CASES = {
 
 def a_layer(kind: str, rank: Rank, dtype: torch.dtype, **split: Any) -> nn.Module:
     """That of ``kind``, the part of a rank or all of it."""
-    options: dict[str, Any] = {"params_dtype": dtype, "device": rank.device, **split}
-    name, _, is_rms = kind.partition(", ")
+    options: dict[str, Any] = {"params_dtype": dtype, "device": rank.device, **KINDS[kind], **split}
+    name = kind.partition(", ")[0]
     if name == "TransformerLayer":
-        return tg.TransformerLayer(WIDTH, HIDDEN, HEADS, **NO_DROPOUT, **(LLAMA if is_rms else {}), **options)
+        return tg.TransformerLayer(WIDTH, HIDDEN, HEADS, **NO_DROPOUT, **options)
     if name == "LayerNormMLP":
-        return tg.LayerNormMLP(WIDTH, HIDDEN, normalization="RMSNorm" if is_rms else "LayerNorm", **options)
+        return tg.LayerNormMLP(WIDTH, HIDDEN, **options)
     if options.pop("set_parallel_mode", False):
         options["parallel_mode"] = "column"
     return tg.LayerNormLinear(WIDTH, HIDDEN, **options)
@@ -74,6 +82,8 @@ def split(layer: nn.Module, name: str, of_whole: Tensor, rank: Rank) -> Tensor:
     is_row, is_weight = module.shard.is_row, name.endswith("weight")
     if is_row and not is_weight:
         return of_whole
+    if name.split(".")[-2] == "fc1" and len(of_whole) == 2 * HIDDEN:
+        return torch.cat([part_of(half, rank) for half in of_whole.chunk(2)])  # of the gate, then of what it multiplies
     return part_of(of_whole, rank, 1 if is_row else 0)
 
 
@@ -121,6 +131,22 @@ def train_beside_one_process(rank: Rank, group: tg.PeerGroup, kind: str, case: s
             optimizer.zero_grad()
 
 
+@with_group
+def drawn_beside_one_process(rank: Rank, group: tg.PeerGroup, kind: str) -> None:
+    layers = []
+    for options in ({}, {"set_parallel_mode": True, "tp_group": group}):
+        torch.manual_seed(5)
+        layers.append(a_layer(kind, rank, torch.float32, **options))
+    whole, part = layers
+    for name, parameter in part.named_parameters():
+        assert torch.equal(parameter, split(part, name, whole.get_parameter(name), rank)), name
+
+
+@kinds
+def test_parts_draw_what_one_process_draws(ranks, kind: str) -> None:
+    ranks.run(drawn_beside_one_process, 0, kind)
+
+
 @splits
 @pytest.mark.parametrize("case", CASES)
 @kinds
@@ -154,6 +180,8 @@ def graphs_beside_eager(rank: Rank, group: tg.PeerGroup, kind: str, recipe_name:
 
 @splits
 @pytest.mark.parametrize("recipe_name", RECIPES)
-@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+@pytest.mark.parametrize(
+    "kind", ["LayerNormLinear", "LayerNormMLP", "LayerNormMLP, swiglu", "TransformerLayer", "TransformerLayer, Llama"]
+)
 def test_graphs_of_parts_are_bit_equal(ranks, kind: str, recipe_name: str, sequence_parallel: bool) -> None:
     ranks.run(graphs_beside_eager, 0, kind, recipe_name, sequence_parallel)
