@@ -129,6 +129,7 @@ bench: $(BUILT)
 	$(PY) benchmarks/bench_fp8.py $(ARGS)
 	$(PY) benchmarks/bench_fp8_linear.py $(ARGS)
 	$(PY) benchmarks/bench_fp8_layers.py $(ARGS)
+	$(PY) benchmarks/bench_fp8_training.py $(ARGS)
 	$(PY) benchmarks/bench_flags.py $(ARGS)
 	if [ $$($(PY) -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then \
 		$(PY) benchmarks/bench_collectives.py $(ARGS); fi

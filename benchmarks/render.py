@@ -22,6 +22,7 @@ from cases.collectives.table import collectives_table
 from cases.fp8.layer_table import fp8_layers_table
 from cases.fp8.linear_table import fp8_linear_table
 from cases.fp8.table import fp8_table
+from cases.fp8.training_table import fp8_training_table
 from cases.graphs.table import flags_table, graphed_table, sweep_plot
 from cases.multi_tensor.table import multi_tensor_table
 from lib.plots import PLOTS, is_current, save_times
@@ -42,6 +43,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "fp8": fp8_table,
     "fp8_linear": fp8_linear_table,
     "fp8_layers": fp8_layers_table,
+    "fp8_training": fp8_training_table,
     **{f"collectives_{world}": collectives_table for world in WORLDS},
     "build": build_table,
 }

@@ -122,7 +122,7 @@ class Benchmark:
         add = parser.add_argument
         add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script with te_graph's recorder")
         add("--quick", action="store_true", help="measure for a shorter time")
-        add("--seed", type=int, help="of weights and inputs; drawn anew by default")
+        add("--seed", type=int, help="of weights and inputs; by default drawn anew, or the benchmark's own")
         add("--out", type=Path, help="folder for the JSON; by default benchmarks/results if the run is complete")
         add("--commit", help="commit to record where git is missing; with -dirty behind it if files differ from it")
         self.add_options(parser)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,43 @@ def fp8_svg(record: dict[str, Any]) -> str:
     return _svg(record, (10, 4.5), draw)
 
 
+def fp8_training_svg(record: dict[str, Any]) -> str:
+    """Validation loss against steps, as SVG: a line for each training from graphs, a color for each recipe; beside it
+    how much the mean of the seeds is above that of bf16. The same results give the same text with the same matplotlib.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    curves: dict[str, list[list[list[float]]]] = {recipe: [] for recipe in record["recipes"]}
+    for row in record["rows"]:
+        if row["mode"] == "graphed":
+            curves[row["recipe"]].append(row["validations"])
+
+    def mean_of(recipe: str) -> list[float]:
+        return [statistics.mean(loss for _, loss in points) for points in zip(*curves[recipe], strict=True)]
+
+    def draw(figure: Any) -> None:
+        losses, differences = figure.subplots(1, 2)
+        for color, (recipe, found) in enumerate(curves.items()):
+            for number, points in enumerate(found):
+                label = recipe if number == 0 else None
+                losses.plot(*zip(*points, strict=True), color=f"C{color}", linewidth=0.8, label=label)
+            if found and curves["bf16"] and recipe != "bf16":
+                means = zip(mean_of(recipe), mean_of("bf16"), strict=True)
+                steps = [step for step, _ in found[0]]
+                differences.plot(steps, [100 * (one / other - 1) for one, other in means], color=f"C{color}")
+        losses.set(title="validation loss", xlabel="step", ylabel="nats per byte", yscale="log")
+        losses.yaxis.set_major_formatter("{x:g}")
+        losses.yaxis.set_minor_formatter("{x:g}")
+        differences.set(title="mean of the seeds beside bf16", xlabel="step", ylabel="%")
+        differences.axhline(0, color="C0", linewidth=0.8)
+        for axes in (losses, differences):
+            axes.grid(alpha=0.3, which="both")
+        figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=len(curves))
+
+    return _svg(record, (9, 4), draw)
+
+
 def collectives_svg(record: dict[str, Any]) -> str:
     """Median time of a collective against its bytes, as SVG: a panel for each op, a line for each variant and mode. The
     same results give the same text with the same matplotlib.
@@ -110,6 +148,7 @@ def collectives_svg(record: dict[str, Any]) -> str:
 PLOTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "graphed_sweep": sweep_svg,
     "fp8": fp8_svg,
+    "fp8_training": fp8_training_svg,
     **{f"collectives_{world}": collectives_svg for world in WORLDS},
 }
 
