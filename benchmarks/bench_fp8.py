@@ -1,5 +1,5 @@
-"""Casts to FP8, of weights and activations, and updates of scales: device and host time beside TransformerEngine, torch
-and a copy of as many bytes.
+"""Casts to FP8, of weights, activations and what norms and activations make, and updates of scales: device and host
+time beside TransformerEngine, torch and a copy of as many bytes.
 
     python benchmarks/bench_fp8.py                                     # all parts and variants; needs a GPU
     python benchmarks/bench_fp8.py --small --parts weight update       # small shapes: a quick look

@@ -62,6 +62,7 @@ def updates(modules: int, histories: dict[str, int]) -> dict[str, Case]:
 _CAST = {"cast_transpose": "cast + transpose + amax"}
 _WEIGHTS = matrices(((4096, 4096), (14336, 4096), (28672, 4096), (8192, 2048)))
 _ACTIVATIONS = matrices((tokens, hidden) for hidden in (2048, 8192) for tokens in (512, 2048, 8192))
+_FUSED = matrices(((8192, 2048), (8192, 4096), (16384, 4096), (8192, 8192)))  # from 32 MB on
 PARTS = {
     "weight": Part("cast", _CAST, _WEIGHTS, scaled_down(_WEIGHTS, 64)),
     "model": Part(
@@ -91,6 +92,21 @@ PARTS = {
         _ACTIVATIONS,
         scaled_down(_ACTIVATIONS, 32),
     ),
+    "fused": Part(
+        "fused",
+        {
+            "plain": "cast + transpose",
+            "norm": "norm + cast + transpose",
+            "add_norm": "add + norm + cast + transpose",
+            "gelu": "GELU + cast + transpose",
+            "swiglu": "SwiGLU + cast + transpose",
+            "plain_sums": "cast + transpose + column sums",
+            "gelu_backward": "gradient of GELU + cast + transpose + column sums",
+            "norm_backward": "gradient of add + norm + cast + transpose + column sums",
+        },
+        _FUSED,
+        scaled_down(_FUSED, 32),
+    ),
     "update": Part(
         "update",
         {"update": "amax and scale update"},
@@ -100,5 +116,10 @@ PARTS = {
 }
 
 # Bytes that must move for an element: it is read in bf16 once, and written once or, with its transpose, twice. Current
-# scaling has to read twice what does not fit into a cache, which is not counted.
-BYTES = {"cast": 3, "cast_transpose": 4, "cast_transpose_dbias": 4, "current": 4, "weights": 4}
+# scaling, and norms for the statistics of their rows, have to read twice what does not fit into a cache, which is not
+# counted. Sums of x and a residual, and gradients of norms, are written in bf16, too.
+BYTES = {
+    **{"cast": 3, "cast_transpose": 4, "cast_transpose_dbias": 4, "current": 4, "weights": 4},
+    **{"plain": 4, "norm": 4, "add_norm": 8, "gelu": 4, "swiglu": 6},
+    **{"plain_sums": 4, "gelu_backward": 6, "norm_backward": 10},
+}

@@ -10,7 +10,8 @@ from te_graph.testing import same_bits
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 FLT_MAX = torch.finfo(torch.float32).max
 RELATIVE = 1e-6  # of numbers in fp32 that not everybody divides alike for
-NEIGHBOURS = 0.1  # share of bytes that may be those of the next number, where the scale is not the same in all bits
+NEIGHBOURS = 0.1  # share of bytes that may be others, where scale or input are not the same in all bits
+NEAR = 0.01  # by the norm of what differs
 
 
 def quotient(amax: Tensor) -> Tensor:  # any shape, as what is returned
@@ -80,6 +81,33 @@ def _are_neighbours(got: Tensor, want: Tensor) -> bool:  # both [M, N] FP8
     """Whether bytes, but for some that are off by one, are the same."""
     steps = (got.view(torch.uint8).to(torch.int16) - want.view(torch.uint8)).abs()
     return steps.max().item() <= 1 and steps.float().mean().item() <= NEIGHBOURS
+
+
+def require_made(op: str, made: Tensor, scale: Tensor, got: dict[str, Tensor]) -> None:
+    """Compare `got`, out [M, N], out_t [N, M], scale_inv and amax [1], with the cast of what plain torch has `made`
+    [M, N] in bf16: a few elements, of which the input was rounded otherwise, may be others.
+
+    Raises:
+        RuntimeError: something differs.
+    """
+    wanted = torch_cast("cast_transpose", made, scale, torch.zeros_like(scale))
+    require_near(f"{op}: out", got["out"], wanted["out"])
+    others = got["out"].view(torch.uint8) != wanted["out"].view(torch.uint8)
+    _require(f"{op}: most bytes of out of plain torch", others.float().mean() <= NEIGHBOURS)
+    _require(f"{op}: out_t as out", same_bits(got["out_t"], got["out"].t()))
+    _require(f"{op}: scale_inv of plain torch", _is_alike("scale_inv", got["scale_inv"], wanted["scale_inv"], False))
+    require_near(f"{op}: amax", got["amax"], wanted["amax"])
+
+
+def require_near(what: str, got: Tensor, want: Tensor) -> None:
+    """Raise RuntimeError unless `got` [...] is, up to the order of sums and roundings, `want` of plain torch."""
+    is_near = got.shape == want.shape and (got.float() - want.float()).norm() <= NEAR * want.float().norm()
+    _require(f"{what} of plain torch", is_near)
+
+
+def draw_scales(count: int, device: str) -> list[Tensor]:
+    """[1] each, no powers of two; of normally distributed numbers less than one in a hundred saturates in e4m3."""
+    return list((100 + 60 * torch.rand(count, 1, device=device)).unbind())
 
 
 def require_update(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

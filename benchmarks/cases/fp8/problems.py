@@ -7,8 +7,17 @@ import torch
 from lib.rotation import FEWEST_CALLS, FOOTPRINT, calls_for, slots_for
 from torch import Tensor
 
+from cases.fp8.fused_problem import FusedProblem
 from cases.fp8.parts import TENSORS, Case, Part
-from cases.fp8.plain_torch import E4M3, require_cast, require_copy, require_update, require_zeros, torch_update
+from cases.fp8.plain_torch import (
+    E4M3,
+    draw_scales,
+    require_cast,
+    require_copy,
+    require_update,
+    require_zeros,
+    torch_update,
+)
 
 MOST_UPDATES = 64
 Found = dict[str, Tensor]  # what a call gives, by the names of plain_torch; one for each weight of a model
@@ -17,7 +26,8 @@ Found = dict[str, Tensor]  # what a call gives, by the names of plain_torch; one
 def make_problem(part: Part, case: Case, device: str, seed: int) -> Any:
     """The problem of a case, drawn from `seed`."""
     torch.manual_seed(seed)
-    return {"cast": CastProblem, "weights": WeightsProblem, "update": UpdateProblem}[part.kind](case, device)
+    kinds = {"cast": CastProblem, "fused": FusedProblem, "weights": WeightsProblem, "update": UpdateProblem}
+    return kinds[part.kind](case, device)
 
 
 def found_of(result: Any) -> Any:
@@ -146,11 +156,6 @@ class UpdateProblem:
         torch_update(*wanted.values(), self.mask, torch.zeros_like(ones[:1]))
         for result in results:
             require_update(found_of(result), wanted)
-
-
-def draw_scales(count: int, device: str) -> list[Tensor]:
-    """[1] each, no powers of two; of normally distributed numbers less than one in a hundred saturates in e4m3."""
-    return list((100 + 60 * torch.rand(count, 1, device=device)).unbind())
 
 
 def zero(tensors: Sequence[Tensor]) -> None:

@@ -2,9 +2,18 @@
 
 from typing import Any
 
-from lib.remarks import join_remarks, missed_targets_remark, not_measured_remark, show_range, show_times, table_head
+from lib.remarks import (
+    join_remarks,
+    missed_targets_remark,
+    not_measured_remark,
+    show_number,
+    show_range,
+    show_times,
+    table_head,
+)
 
 SHOWN_ACTIVATION = "2048x8192"  # the others are in the plot
+FUSED = "fused"  # has a table of its own
 
 
 def fp8_table(record: dict[str, Any]) -> list[str]:
@@ -20,10 +29,37 @@ def fp8_table(record: dict[str, Any]) -> list[str]:
     ]
     for part, cases in record["cases"].items():
         for case, label in cases.items():
-            if part != "activation" or case == SHOWN_ACTIVATION:
+            if part != FUSED and (part != "activation" or case == SHOWN_ACTIVATION):
                 lines += [_row(record, part, case, label, op) for op in record["ops"][part]]
     remarks = [_bandwidth(record), _launches(record), missed_targets_remark(record), not_measured_remark(record)]
-    return [*lines, "", join_remarks(remarks, record)]
+    return [*lines, *_fused_table(record), "", join_remarks(remarks, record)]
+
+
+def _fused_table(record: dict[str, Any]) -> list[str]:
+    """A row for each fused cast, a column for each case; empty where none was measured."""
+    cases = record["cases"].get(FUSED)
+    if not cases:
+        return []
+    found = {
+        (row["op"], row["case"], row["variant"]): row["device_us"] for row in record["rows"] if row["part"] == FUSED
+    }
+
+    def cell(op: str, case: str) -> str:
+        ours, copy = found.get((op, case, "te_graph")), found.get((op, case, "copy"))
+        if ours is None:
+            return "failed"
+        return show_number(ours) + ("" if copy is None else f", {ours / copy:.2f} x")
+
+    return [
+        "",
+        "Casts of what is made where it is cast: device µs, and how many times that of a copy of as many bytes.",
+        "",
+        *table_head(cases.values()),
+        *(
+            f"| {label} | {' | '.join(cell(op, case) for case in cases)} |"
+            for op, label in record["ops"][FUSED].items()
+        ),
+    ]
 
 
 def _row(record: dict[str, Any], part: str, case: str, label: str, op: str) -> str:

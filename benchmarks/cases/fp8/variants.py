@@ -9,6 +9,7 @@ from lib.rotation import Call
 from lib.variants import Variant
 from torch import Tensor
 
+from cases.fp8.fused_variants import copy_of_bytes, te_graph_fused
 from cases.fp8.parts import TENSORS
 from cases.fp8.plain_torch import E4M3, LARGEST, torch_cast, torch_update
 from cases.fp8.problems import CastProblem, Found, UpdateProblem, WeightsProblem
@@ -245,7 +246,10 @@ def copy_of(problem: CastProblem, op: str) -> Call | None:
 
 # What `build` returns does one operation on the buffers of one slot; None where there is no such operation.
 VARIANTS = {
-    "te_graph": Variant("te_graph", by_kind(cast=te_graph_cast, weights=te_graph_weights, update=te_graph_update)),
+    "te_graph": Variant(
+        "te_graph",
+        by_kind(cast=te_graph_cast, fused=te_graph_fused, weights=te_graph_weights, update=te_graph_update),
+    ),
     "te_graph_one_by_one": Variant("te_graph, one by one", by_kind(weights=te_graph_one_by_one)),
     "transformer_engine": Variant(
         "TransformerEngine",
@@ -257,5 +261,5 @@ VARIANTS = {
         "torch, compiled", by_kind(cast=compiled_cast, weights=compiled_weights), needs_cuda=True
     ),
     "torch": Variant("torch", by_kind(cast=torch_cast_of, update=torch_update_of)),
-    "copy": Variant("copy of as many bytes", by_kind(cast=copy_of)),
+    "copy": Variant("copy of as many bytes", by_kind(cast=copy_of, fused=copy_of_bytes)),
 }
