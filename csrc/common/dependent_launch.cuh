@@ -4,6 +4,10 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
+#include <cstdint>
+
 namespace te_graph {
 
 // First of all in a kernel that launch_dependent() launches. The blocks of the next one may come from here on.
@@ -13,23 +17,31 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-// Whether what `kernel` was compiled for has clusters and dependent launches: the GPU alone does not say, since PTX for
-// an older one may have been compiled for it.
-template <typename Kernel>
-cudaError_t find_is_for_hopper(Kernel kernel, bool& is_for_hopper) {
-    cudaFuncAttributes attributes{};
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    is_for_hopper = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
-    return error;
+// Whether what kKernel was compiled for has clusters and dependent launches: the GPU alone does not say, since PTX for
+// an older one may have been compiled for it. The driver is asked once for each device.
+template <auto kKernel>
+cudaError_t find_is_for_hopper(bool& is_for_hopper) {
+    enum Answer : uint8_t { kNotAsked, kNo, kYes };
+    constexpr int kMostDevices = 128;  // of a process, more than torch has
+    static std::array<std::atomic<Answer>, kMostDevices> answers{};
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    if (answers[device] == kNotAsked) {
+        cudaFuncAttributes attributes{};
+        if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel); error != cudaSuccess) return error;
+        answers[device] = attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90 ? kYes : kNo;
+    }
+    is_for_hopper = answers[device] == kYes;
+    return cudaSuccess;
 }
 
-// Launches `kernel`, which calls wait_for_kernel_before(); in clusters of `cluster` blocks along x where that is above 1,
+// Launches kKernel, which calls wait_for_kernel_before(); in clusters of `cluster` blocks along x where that is above 1,
 // which the kernel must be compiled for.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, unsigned cluster,
-                             cudaStream_t stream, const Arguments&... arguments) {
+template <auto kKernel, typename... Arguments>
+cudaError_t launch_dependent(dim3 grid, unsigned threads, unsigned cluster, cudaStream_t stream,
+                             const Arguments&... arguments) {
     bool is_for_hopper = false;
-    if (const cudaError_t error = find_is_for_hopper(kernel, is_for_hopper); error != cudaSuccess) return error;
+    if (const cudaError_t error = find_is_for_hopper<kKernel>(is_for_hopper); error != cudaSuccess) return error;
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
     if (is_for_hopper) {
@@ -46,7 +58,7 @@ cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned 
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = count;
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
+    return cudaLaunchKernelEx(&config, kKernel, arguments...);
 }
 
 }  // namespace te_graph

@@ -50,8 +50,8 @@ cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, cons
     cudaError_t error = cudaSuccess;
     with_source(work, [&]<typename T, typename Source>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            const auto kernel = fp8_activation_cast_kernel<T, kFormat, Source>;
-            error = launch_with_sums(kernel, cast, {sums}, {}, stream, work, cast, sums);
+            constexpr auto kKernel = fp8_activation_cast_kernel<T, kFormat, Source>;
+            error = launch_with_sums<kKernel>(cast, {sums}, {}, stream, work, cast, sums);
         });
     });
     return error;

@@ -102,8 +102,8 @@ cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, cons
     const InlineCasts<1> table{{cast}, {0}, 1};
     cudaError_t error = cudaSuccess;
     const auto launch = [&]<typename Kind, Extra kExtra>() {
-        const auto kernel = fp8_cast_transpose_kernel<Kind, kExtra, 1>;
-        error = launch_with_sums(kernel, cast, {sums}, noop, stream, table, sums, noop);
+        constexpr auto kKernel = fp8_cast_transpose_kernel<Kind, kExtra, 1>;
+        error = launch_with_sums<kKernel>(cast, {sums}, noop, stream, table, sums, noop);
     };
     if (sums.out) {
         with_kind<true>(kind_of(cast), launch);

@@ -43,7 +43,7 @@ cudaError_t launch_column_sums(std::initializer_list<ColumnSums> each, int64_t r
     SumsOfOneMatrix work{.each = {}, .columns = columns, .tiles = tiles_in(rows)};
     std::copy(each.begin(), each.end(), work.each);
     const dim3 grid(static_cast<unsigned>((columns + kThreads - 1) / kThreads), static_cast<unsigned>(each.size()));
-    return launch_dependent(fp8_column_sums_kernel, grid, kThreads, 1, stream, work, noop);
+    return launch_dependent<fp8_column_sums_kernel>(grid, kThreads, 1, stream, work, noop);
 }
 
 }  // namespace te_graph::fp8

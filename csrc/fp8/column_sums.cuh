@@ -88,19 +88,19 @@ __device__ void end_sums(const Corner& corner, int64_t rows, int64_t columns, bo
 #endif
 }
 
-// Launches kernel(arguments..., in_cluster) over the tiles of `cast`, and then what ends the sums `each` of them.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch_with_sums(void (*kernel)(Parameters...), const Cast& cast, std::initializer_list<ColumnSums> each,
-                             const Flag& noop, cudaStream_t stream, const Arguments&... arguments) {
+// Launches kKernel(arguments..., in_cluster) over the tiles of `cast`, and then what ends the sums `each` of them.
+template <auto kKernel, typename... Arguments>
+cudaError_t launch_with_sums(const Cast& cast, std::initializer_list<ColumnSums> each, const Flag& noop,
+                             cudaStream_t stream, const Arguments&... arguments) {
     const bool has_sums = std::any_of(each.begin(), each.end(), [](const ColumnSums& sums) { return sums.out; });
     const int64_t tiles = tiles_of(cast), down = tiles_in(cast.rows);
     bool in_cluster = false;
     if (has_sums && tiles > 0 && down <= kMostInCluster) {
-        if (const cudaError_t error = find_is_for_hopper(kernel, in_cluster); error != cudaSuccess) return error;
+        if (const cudaError_t error = find_is_for_hopper<kKernel>(in_cluster); error != cudaSuccess) return error;
     }
     const auto grid = static_cast<unsigned>(std::max<int64_t>(1, tiles));
     const unsigned cluster = in_cluster ? static_cast<unsigned>(down) : 1;
-    const cudaError_t error = launch_dependent(kernel, grid, kThreads, cluster, stream, arguments..., in_cluster);
+    const cudaError_t error = launch_dependent<kKernel>(grid, kThreads, cluster, stream, arguments..., in_cluster);
     if (error != cudaSuccess || in_cluster) return error;
     return launch_column_sums(each, cast.rows, cast.columns, noop, stream);
 }

@@ -34,7 +34,7 @@ cudaError_t launch_concat_qkv(const Qkv& work, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(work.outer * work.inner),
                     static_cast<unsigned>((pieces + kThreadsOfRow - 1) / kThreadsOfRow));
     if (grid.x == 0 || grid.y == 0) return cudaSuccess;
-    return launch_dependent(concat_qkv_kernel, grid, kThreadsOfRow, 1, stream, work);
+    return launch_dependent<concat_qkv_kernel>(grid, kThreadsOfRow, 1, stream, work);
 }
 
 }  // namespace te_graph::fp8

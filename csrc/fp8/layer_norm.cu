@@ -171,8 +171,8 @@ cudaError_t launch_layer_norm_stats(const LayerNormStats& work, cudaStream_t str
     if (work.rows == 0) return cudaSuccess;
     cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
-        error = launch_dependent(fp8_layer_norm_stats_kernel<T>, blocks_of_rows(work.rows), kRows * kRowLanes, 1,
-                                 stream, work);
+        error = launch_dependent<fp8_layer_norm_stats_kernel<T>>(blocks_of_rows(work.rows), kRows * kRowLanes, 1,
+                                                                 stream, work);
     });
     return error;
 }
@@ -181,7 +181,7 @@ cudaError_t launch_layer_norm_cast(const LayerNorm& work, const Cast& cast, cuda
     cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            error = launch_with_sums(fp8_layer_norm_cast_kernel<T, kFormat>, cast, {}, {}, stream, work, cast);
+            error = launch_with_sums<fp8_layer_norm_cast_kernel<T, kFormat>>(cast, {}, {}, stream, work, cast);
         });
     });
     return error;
@@ -201,14 +201,15 @@ cudaError_t launch_layer_norm_backward(const LayerNormBackward& work, const Cast
     cudaError_t error = cudaSuccess;
     with_dtype(work.norm.dtype, [&]<typename T>() {
         if (cast.rows > 0) {
-            error = launch_dependent(fp8_layer_norm_row_sums_kernel<T>, blocks_of_rows(cast.rows), kRows * kRowLanes, 1,
-                                     stream, work);
+            error = launch_dependent<fp8_layer_norm_row_sums_kernel<T>>(blocks_of_rows(cast.rows), kRows * kRowLanes, 1,
+                                                                        stream, work);
         }
-        const auto launch = [&](const auto& kernel) {
-            if (error == cudaSuccess) error = launch_with_sums(kernel, cast, each, {}, stream, work, cast, sums);
+        const auto launch = [&]<Format kFormat, bool kCasts>() {
+            constexpr auto kKernel = fp8_layer_norm_backward_kernel<T, kFormat, kCasts>;
+            if (error == cudaSuccess) error = launch_with_sums<kKernel>(cast, each, {}, stream, work, cast, sums);
         };
-        if (!work.is_cast) return launch(fp8_layer_norm_backward_kernel<T, Format::kE4M3, false>);
-        with_format(cast.format, [&]<Format kFormat>() { launch(fp8_layer_norm_backward_kernel<T, kFormat, true>); });
+        if (!work.is_cast) return launch.template operator()<Format::kE4M3, false>();
+        with_format(cast.format, [&]<Format kFormat>() { launch.template operator()<kFormat, true>(); });
     });
     return error;
 }

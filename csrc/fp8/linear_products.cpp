@@ -50,8 +50,8 @@ const CapturedCastStep* LinearProducts::captured_cast() const {
 }
 
 bool LinearProducts::is_cast(const at::Tensor& weight, bool records_amax) const {
-    if (HostSteps::current() != nullptr) {
-        if (const auto* const captured = captured_cast()) return captured->is_of(weight, records_amax);
+    if (const std::shared_ptr<HostSteps> steps = HostSteps::current()) {
+        if (const auto* const captured = captured_casts(*steps)) return captured->is_of(weight, records_amax);
         records_amax = false;
     }
     const std::lock_guard lock(mutex_);

@@ -41,5 +41,5 @@ def is_called(body: str, file: str, function: str) -> bool:
 
 
 def is_launch(body: str) -> bool:
-    launches = ("<<<", "cudaLaunchKernelEx(", "launch_dependent(", "launch_with_sums(", "cublasLtMatmul(")
+    launches = ("<<<", "cudaLaunchKernelEx(", "launch_dependent<", "launch_with_sums<", "cublasLtMatmul(")
     return any(launch in body for launch in launches)
