@@ -86,12 +86,12 @@ TORCH_LIBRARY(te_graph, m) {
     // Casts of what an activation ("gelu", "gelu_tanh", "relu", "silu") makes of x [M, N], or, gated, of its first half,
     // times the second one [M, 2 N]; and of the gradient of x where that of the result is grad [M, N], with its column
     // sums. scale: None for current scaling. Rows of transposed copies end in zeros up to a multiple of 16; without one
-    // that result is [0], as sums are that go into grad_bias, of x's columns and dtype.
+    // that result is [0], as sums are that go into column_sums, of x's columns and dtype.
     def("fp8_activation_cast_transpose(Tensor x, str activation, ScalarType dtype, *, bool gated=False, "
         "Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor)");
     def("fp8_activation_backward_cast_transpose(Tensor grad, Tensor x, str activation, ScalarType dtype, *, "
-        "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_bias=True, "
-        "Tensor(b!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor, Tensor)");
+        "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_sums=True, "
+        "Tensor(b!)? column_sums=None, bool accumulate_sums=False) -> (Tensor, Tensor, Tensor, Tensor)");
     // Casts of y = norm(s), s = x + residual [M, N], with s, or [0] without a residual, and the statistics of its rows,
     // mean, or [0] of RMS norm, and rstd [M]. weight, bias [N], of x's dtype or fp32; zero_centered: 1 + weight.
     def("fp8_layer_norm_cast_transpose(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, "

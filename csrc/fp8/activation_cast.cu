@@ -11,7 +11,8 @@ namespace {
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
 template <typename T, Format kFormat, typename Source>
 __global__ void __launch_bounds__(kThreads, 2)
-    fp8_activation_cast_kernel(const Activated work, const Cast cast, const ColumnSums sums, const bool in_cluster) {
+    fp8_activation_cast_kernel(const ActivationArguments work, const Cast cast, const ColumnSums sums,
+                               const bool in_cluster) {
     wait_for_kernel_before();
     __shared__ Shared<Source::kExtra> shared;
     const auto index = static_cast<int>(blockIdx.x);
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // Calls function.operator()<T, Source>() with where elements come from.
 template <typename Function>
-void with_source(const Activated& work, const Function& function) {
+void with_source(const ActivationArguments& work, const Function& function) {
     const auto of_dtype = [&]<typename T>() {
         if (work.is_backward && work.is_gated) {
             function.template operator()<T, ActivationBackwardSource<T, true>>();
@@ -45,7 +46,7 @@ void with_source(const Activated& work, const Function& function) {
 
 }  // namespace
 
-cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, const ColumnSums& sums,
+cudaError_t launch_activation_cast(const ActivationArguments& work, const Cast& cast, const ColumnSums& sums,
                                    cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
     with_source(work, [&]<typename T, typename Source>() {
@@ -57,7 +58,8 @@ cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, cons
     return error;
 }
 
-cudaError_t launch_activation_current_scale(const Activated& work, const CurrentScale& scale, cudaStream_t stream) {
+cudaError_t launch_activation_current_scale(const ActivationArguments& work, const CurrentScale& scale,
+                                            cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
     with_source(work, [&]<typename T, typename Source>() {
         error = launch_current_scale_of<Source>(work, work.rows, columns_made(work), scale, stream);

@@ -10,8 +10,8 @@
 
 namespace te_graph::fp8 {
 
-// What is activated. y: [rows, columns], columns a multiple of 8; x and grad at multiples of 16 bytes.
-struct Activated {
+// y: [rows, columns], columns a multiple of 8; x and grad at multiples of 16 bytes.
+struct ActivationArguments {
     const void* x;     // [rows, columns], or gated [rows, 2 * columns], of `dtype`
     const void* grad;  // [rows, columns], of y, for a gradient
     int64_t rows, columns;
@@ -21,21 +21,22 @@ struct Activated {
     bool is_backward;  // the gradient of x is made, else y
 };
 // Of what is made.
-constexpr int64_t columns_made(const Activated& work) {
+constexpr int64_t columns_made(const ActivationArguments& work) {
     return work.is_backward && work.is_gated ? 2 * work.columns : work.columns;
 }
 
 // cast: of what is made, [rows, columns_made]; its input is not looked at. sums: of a gradient alone.
-void activation_cast_cpu(const Activated& work, const Cast& cast, const ColumnSums& sums);
+void activation_cast_cpu(const ActivationArguments& work, const Cast& cast, const ColumnSums& sums);
 // scale: of what is made; its input is not looked at.
-void activation_current_scale_cpu(const Activated& work, const CurrentScale& scale);
+void activation_current_scale_cpu(const ActivationArguments& work, const CurrentScale& scale);
 
 #ifdef TE_GRAPH_CUDA
 // No allocation, no host sync.
-cudaError_t launch_activation_cast(const Activated& work, const Cast& cast, const ColumnSums& sums,
+cudaError_t launch_activation_cast(const ActivationArguments& work, const Cast& cast, const ColumnSums& sums,
                                    cudaStream_t stream);
 // A memset of 8 bytes and one launch.
-cudaError_t launch_activation_current_scale(const Activated& work, const CurrentScale& scale, cudaStream_t stream);
+cudaError_t launch_activation_current_scale(const ActivationArguments& work, const CurrentScale& scale,
+                                            cudaStream_t stream);
 #endif
 
 }  // namespace te_graph::fp8

@@ -9,7 +9,7 @@ namespace {
 
 // [rows, columns_made].
 template <typename T>
-std::vector<T> made(const Activated& work) {
+std::vector<T> made(const ActivationArguments& work) {
     const auto *const x = static_cast<const T*>(work.x), *const grad = static_cast<const T*>(work.grad);
     const auto f = [&](T element) { return narrow<T>(activated(work.activation, widen(element))); };
     const auto times = [](T a, T b) { return narrow<T>(widen(a) * widen(b)); };
@@ -37,8 +37,8 @@ std::vector<T> made(const Activated& work) {
 
 }  // namespace
 
-void activation_cast_cpu(const Activated& work, const Cast& cast, const ColumnSums& sums) {
-    with_input(work.dtype, [&]<typename T>() {
+void activation_cast_cpu(const ActivationArguments& work, const Cast& cast, const ColumnSums& sums) {
+    with_dtype(work.dtype, [&]<typename T>() {
         const std::vector<T> input = made<T>(work);
         Cast of_made = cast;
         of_made.input = input.data();
@@ -46,8 +46,8 @@ void activation_cast_cpu(const Activated& work, const Cast& cast, const ColumnSu
     });
 }
 
-void activation_current_scale_cpu(const Activated& work, const CurrentScale& scale) {
-    with_input(work.dtype, [&]<typename T>() {
+void activation_current_scale_cpu(const ActivationArguments& work, const CurrentScale& scale) {
+    with_dtype(work.dtype, [&]<typename T>() {
         const std::vector<T> input = made<T>(work);
         CurrentScale of_made = scale;
         of_made.input = input.data();

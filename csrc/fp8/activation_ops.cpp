@@ -26,7 +26,8 @@ Activation activation_of(const char* op, std::string_view name) {
 }
 
 // x: [M, N], or gated [M, 2 N].
-Activated activated_of(const char* op, const at::Tensor& x, std::string_view activation, bool gated, bool is_backward) {
+ActivationArguments arguments_of(const char* op, const at::Tensor& x, std::string_view activation, bool gated,
+                                 bool is_backward) {
     check_strided(op, "x", x);
     TORCH_CHECK_VALUE(x.dim() == 2, op, ": expected x of two dimensions, got shape ", x.sizes());
     const int64_t multiple = gated ? 2 * kEight : kEight;
@@ -43,8 +44,8 @@ Activated activated_of(const char* op, const at::Tensor& x, std::string_view act
 }
 
 // x: as aligned_for_eights() returns it; column_sums: [columns_made], or undefined.
-Operand cast_activated(const char* op, const Activated& work, const at::Tensor& x, const Scaling& scaling,
-                       bool with_transposed, const at::Tensor& column_sums = {}, bool accumulate_sums = false) {
+Operand cast_activation(const char* op, const ActivationArguments& work, const at::Tensor& x, const Scaling& scaling,
+                        bool with_transposed, const at::Tensor& column_sums = {}, bool accumulate_sums = false) {
     const at::Device device = x.device();
     const auto find = [&](const CurrentScale& scale) { TE_GRAPH_RUN(device, activation_current_scale, work, scale); };
     const auto cast = [&](const Cast& one, const ColumnSums& sums) {
@@ -61,45 +62,45 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_forward(const at::Tens
                                                                   const MaybeTensor& scale,  // [] or [1]
                                                                   const MaybeTensor& amax,   // [] or [1]
                                                                   bool with_transposed) {
-    Activated work = activated_of(kActivationForward, x, activation, gated, false);
+    ActivationArguments work = arguments_of(kActivationForward, x, activation, gated, false);
     check_apart(kActivationForward, {{"x", x, false}, {"scale", scale, false}, {"amax", amax, true}});
     const at::Tensor input = aligned_for_eights(x);
     work.x = input.const_data_ptr();
-    const Operand operand = cast_activated(kActivationForward, work, input, {scale, amax, dtype}, with_transposed);
+    const Operand operand = cast_activation(kActivationForward, work, input, {scale, amax, dtype}, with_transposed);
     note_writes({amax});
     return {operand.data, with_transposed ? operand.transposed : empty_on(x.device(), {0}, dtype), operand.scale_inv};
 }
 
-// Results are casts of the gradient of x, as above, and its column sums, or [0]: not asked for, or in grad_bias.
+// Results are casts of the gradient of x, as above, and its column sums, or [0]: not asked for, or in column_sums.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> activation_backward_cast(
     const at::Tensor& grad,  // [M, N]
     const at::Tensor& x,     // [M, N], or gated [M, 2 N]
     std::string_view activation, at::ScalarType dtype, bool gated,
     const MaybeTensor& scale,  // [] or [1]
     const MaybeTensor& amax,   // [] or [1]
-    bool with_transposed, bool with_bias,
-    const MaybeTensor& grad_bias,  // of x's columns
-    bool accumulate_bias) {
-    Activated work = activated_of(kActivationBackward, x, activation, gated, true);
+    bool with_transposed, bool with_sums,
+    const MaybeTensor& column_sums,  // of x's columns
+    bool accumulate_sums) {
+    ActivationArguments work = arguments_of(kActivationBackward, x, activation, gated, true);
     check_strided(kActivationBackward, "grad", grad);
     check_dtype(kActivationBackward, "grad", grad, x.scalar_type());
     check_shape(kActivationBackward, "grad", grad, {work.rows, work.columns});
     check_device(kActivationBackward, "grad", grad, x.device());
-    check_grad_out(kActivationBackward, "grad_bias", grad_bias, with_bias, accumulate_bias, x.scalar_type(),
+    check_grad_out(kActivationBackward, "column_sums", column_sums, with_sums, accumulate_sums, x.scalar_type(),
                    {x.size(1)}, x.device());
     check_apart(kActivationBackward, {{"grad", grad, false},
                                       {"x", x, false},
                                       {"scale", scale, false},
                                       {"amax", amax, true},
-                                      {"grad_bias", grad_bias, true}});
+                                      {"column_sums", column_sums, true}});
     const at::Tensor input = aligned_for_eights(x), grad_input = aligned_for_eights(grad);
     work.x = input.const_data_ptr();
     work.grad = grad_input.const_data_ptr();
-    const bool is_result = with_bias && !grad_bias;
+    const bool is_result = with_sums && !column_sums;
     const at::Tensor sums = empty_on(x.device(), {is_result ? x.size(1) : 0}, x.scalar_type());
-    const Operand operand = cast_activated(kActivationBackward, work, input, {scale, amax, dtype}, with_transposed,
-                                           is_result ? sums : grad_bias.value_or(at::Tensor()), accumulate_bias);
-    note_writes({amax, grad_bias});
+    const Operand operand = cast_activation(kActivationBackward, work, input, {scale, amax, dtype}, with_transposed,
+                                            is_result ? sums : column_sums.value_or(at::Tensor()), accumulate_sums);
+    note_writes({amax, column_sums});
     return {operand.data, with_transposed ? operand.transposed : empty_on(x.device(), {0}, dtype), operand.scale_inv,
             sums};
 }
@@ -114,16 +115,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_forward_meta(const at:
     check_devices(kActivationForward, x.device(), {{"scale", scale}, {"amax", amax}});
     return casts_meta(x, gated ? x.sym_size(1) / 2 : x.sym_size(1), dtype, with_transposed);
 }
-// grad [M, N]; x [M, N], or gated [M, 2 N]; scale, amax [] or [1]; grad_bias of x's columns -> as backward.
+// grad [M, N]; x [M, N], or gated [M, 2 N]; scale, amax [] or [1]; column_sums of x's columns -> as backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> activation_backward_meta(
     const at::Tensor& grad, const at::Tensor& x, std::string_view activation, at::ScalarType dtype, bool,
-    const MaybeTensor& scale, const MaybeTensor& amax, bool with_transposed, bool with_bias,
-    const MaybeTensor& grad_bias, bool) {
+    const MaybeTensor& scale, const MaybeTensor& amax, bool with_transposed, bool with_sums,
+    const MaybeTensor& column_sums, bool) {
     activation_of(kActivationBackward, activation);
     check_devices(kActivationBackward, x.device(),
-                  {{"grad", grad}, {"scale", scale}, {"amax", amax}, {"grad_bias", grad_bias}});
+                  {{"grad", grad}, {"scale", scale}, {"amax", amax}, {"column_sums", column_sums}});
     const auto [out, out_t, scale_inv] = casts_meta(x, x.sym_size(1), dtype, with_transposed);
-    const c10::SymInt sums = with_bias && !grad_bias ? x.sym_size(1) : c10::SymInt(0);
+    const c10::SymInt sums = with_sums && !column_sums ? x.sym_size(1) : c10::SymInt(0);
     return {out, out_t, scale_inv, at::empty_symint({sums}, x.options())};
 }
 

@@ -52,7 +52,7 @@ struct ActivationSource {
     const T* gate;
     int64_t columns;
     Activation activation;
-    __device__ ActivationSource(const Activated& work, const Position& position)
+    __device__ ActivationSource(const ActivationArguments& work, const Position& position)
         : gate(static_cast<const T*>(work.x) + position.row * (kGated ? 2 : 1) * work.columns + position.column),
           columns(work.columns),
           activation(work.activation) {}
@@ -92,7 +92,7 @@ struct ActivationBackwardSource {
     const T *dy, *gate;
     int64_t columns;
     Activation activation;
-    __device__ ActivationBackwardSource(const Activated& work, const Position& position)
+    __device__ ActivationBackwardSource(const ActivationArguments& work, const Position& position)
         : is_of_up(kGated && position.column >= work.columns), columns(work.columns), activation(work.activation) {
         const int64_t beside = position.column - (is_of_up ? columns : 0);
         dy = static_cast<const T*>(work.grad) + position.row * columns + beside;

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) fp8_cast_kernel(const __grid_constan
 __global__ void __launch_bounds__(kThreads) fp8_dequantize_kernel(const Dequantization work) {
     const float scale_inv = *work.scale_inv;
     const int64_t first = blockIdx.x * kBlockElements + threadIdx.x * 8;
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         auto* const out = static_cast<T*>(work.out);
         const bool is_aligned = is_aligned_for_eights(out, work.input);
         for (int64_t i = first; i < min(first + kBlockElements, work.numel); i += kThreads * 8) {

@@ -45,7 +45,7 @@ void pad_transposed(const Cast& cast) {
 void cast_cpu(const Cast& cast, const Flag& noop) {
     if (is_set(noop)) return;
     Findings findings;
-    with_input(cast.dtype, [&]<typename T>() { cast_elements<T>(cast, findings); });
+    with_dtype(cast.dtype, [&]<typename T>() { cast_elements<T>(cast, findings); });
     pad_transposed(cast);
     if (cast.amax && findings.amax > *cast.amax) *cast.amax = findings.amax;
     if (cast.scale_inv) *cast.scale_inv = 1 / *cast.scale;
@@ -55,7 +55,7 @@ void cast_cpu(const Cast& cast, const Flag& noop) {
 void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop) {
     cast_cpu(cast, noop);
     if (is_set(noop)) return;
-    with_input(cast.dtype, [&]<typename T>() {
+    with_dtype(cast.dtype, [&]<typename T>() {
         column_sums_cpu(static_cast<const T*>(cast.input), cast.rows, cast.columns, sums);
     });
 }
@@ -69,7 +69,7 @@ void cast_weights_table_cpu(const CastTable& table, const Flag& noop) {
 }
 
 void dequantize_cpu(const Dequantization& work) {
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         for (int64_t i = 0; i < work.numel; ++i) {
             static_cast<T*>(work.out)[i] = narrow<T>(widen(work.input[i], work.format) * *work.scale_inv);
         }

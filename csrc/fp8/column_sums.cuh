@@ -48,7 +48,7 @@ struct TileSums {
 
 // Writes the sum of a column, or adds it.
 __device__ inline void end_sum(const ColumnSums& sums, int64_t column, float sum) {
-    with_input(sums.dtype, [&]<typename T>() {
+    with_dtype(sums.dtype, [&]<typename T>() {
         T& out = static_cast<T*>(sums.out)[column];
         const T rounded = narrow<T>(sum);
         out = sums.accumulate ? narrow<T>(__fadd_rn(widen(out), widen(rounded))) : rounded;

@@ -31,7 +31,7 @@ float column_sum(const T* column, int64_t rows, int64_t stride) {
 template <typename T>
 void column_sums_cpu(const T* matrix, int64_t rows, int64_t columns, const ColumnSums& sums) {
     if (!sums.out) return;
-    with_input(sums.dtype, [&]<typename Out>() {
+    with_dtype(sums.dtype, [&]<typename Out>() {
         auto* const out = static_cast<Out*>(sums.out);
         for (int64_t column = 0; column < columns; ++column) {
             const Out rounded = narrow<Out>(column_sum(matrix + column, rows, columns));

@@ -48,7 +48,7 @@ inline float widen(uint8_t bits, Format format) {
 
 // Calls function.operator()<T>() with the type of `dtype`, which is no fp64.
 template <typename Function>
-void with_input(DType dtype, const Function& function) {
+void with_dtype(DType dtype, const Function& function) {
     switch (dtype) {
         case DType::kFloat16:
             return function.template operator()<Float16>();

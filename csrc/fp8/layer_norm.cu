@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
     const Row at(norm, row);
     float sums[2] = {};
     // The dtype is asked for once, so that several eights are loaded before the first is added.
-    with_input(norm.weight_dtype, [&]<typename W>() {
+    with_dtype(norm.weight_dtype, [&]<typename W>() {
         sum_row(norm.columns, sums, [&](int64_t column, float(&totals)[2]) {
             const Vector<T, 8> of_sum = load_eight<true>(sum + column, 8), dy = load_eight<true>(grad + column, 8);
             const Vector<float, 8> gain = gain_of<W>(norm, column);

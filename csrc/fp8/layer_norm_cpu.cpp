@@ -23,7 +23,7 @@ float row_sum(int64_t columns, const Element& element) {
 // Of weight_dtype, [columns].
 std::vector<float> widened(const void* values, DType dtype, int64_t columns) {
     std::vector<float> result(columns);
-    with_input(dtype, [&]<typename T>() {
+    with_dtype(dtype, [&]<typename T>() {
         for (int64_t i = 0; i < columns; ++i) result[i] = widen(static_cast<const T*>(values)[i]);
     });
     return result;
@@ -68,7 +68,7 @@ std::vector<T> made(const LayerNorm& work) {
 }  // namespace
 
 void layer_norm_stats_cpu(const LayerNormStats& work) {
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         for (int64_t row = 0; row < work.rows; ++row) {
             const int64_t first = row * work.columns;
             const T* sum = static_cast<const T*>(work.x) + first;
@@ -92,7 +92,7 @@ void layer_norm_stats_cpu(const LayerNormStats& work) {
 }
 
 void layer_norm_cast_cpu(const LayerNorm& work, const Cast& cast) {
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         const std::vector<T> y = made<T>(work);
         Cast of_y = cast;
         of_y.input = y.data();
@@ -101,7 +101,7 @@ void layer_norm_cast_cpu(const LayerNorm& work, const Cast& cast) {
 }
 
 void layer_norm_current_scale_cpu(const LayerNorm& work, const CurrentScale& scale) {
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         const std::vector<T> y = made<T>(work);
         CurrentScale of_y = scale;
         of_y.input = y.data();
@@ -114,7 +114,7 @@ void layer_norm_backward_cpu(const LayerNormBackward& work, const Cast& cast, co
     const std::vector<float> gain = gain_of(norm);
     const int64_t columns = norm.columns;
     const float share = 1.0f / static_cast<float>(columns);
-    with_input(norm.dtype, [&]<typename T>() {
+    with_dtype(norm.dtype, [&]<typename T>() {
         std::vector<float> weight_terms(norm.rows * columns);
         for (int64_t row = 0; row < norm.rows; ++row) {
             const Normalized<T> n(norm, row);

@@ -17,7 +17,7 @@ __device__ Vector<float, 8> widened_eight(const void* values, int64_t column) {
 }
 __device__ inline Vector<float, 8> eight_of(const void* values, DType dtype, int64_t column) {
     Vector<float, 8> eight;
-    with_input(dtype, [&]<typename T>() { eight = widened_eight<T>(values, column); });
+    with_dtype(dtype, [&]<typename T>() { eight = widened_eight<T>(values, column); });
     return eight;
 }
 
@@ -31,7 +31,7 @@ __device__ Vector<float, 8> gain_of(const LayerNorm& work, int64_t column) {
 }
 __device__ inline Vector<float, 8> gain_of(const LayerNorm& work, int64_t column) {
     Vector<float, 8> gain;
-    with_input(work.weight_dtype, [&]<typename W>() { gain = gain_of<W>(work, column); });
+    with_dtype(work.weight_dtype, [&]<typename W>() { gain = gain_of<W>(work, column); });
     return gain;
 }
 

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kColumns* kDepth)
 __global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const CurrentScale work) {
     constexpr int kBatch = 4;
     unsigned amax = 0;
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         const auto* const input = static_cast<const T*>(work.input);
         const bool is_aligned = reinterpret_cast<uintptr_t>(input) % 16 == 0;
         const int64_t step = int64_t{gridDim.x} * kThreads * 8;

@@ -37,7 +37,7 @@ void amax_and_scale_update_cpu(const Update& update) {
 }
 
 void current_scale_cpu(const CurrentScale& work) {
-    with_input(work.dtype, [&]<typename T>() {
+    with_dtype(work.dtype, [&]<typename T>() {
         float amax = 0;
         for (int64_t i = 0; i < work.numel; ++i) {
             const float x = std::fabs(widen(static_cast<const T*>(work.input)[i]));

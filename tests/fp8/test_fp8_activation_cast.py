@@ -187,10 +187,10 @@ def test_results_that_are_not_asked_for_are_empty(gated, device, rng):
         backward = functools.partial(
             ops.fp8_activation_backward_cast_transpose, grad, x, "relu", E5M2, gated=gated, scale=scale
         )
-        whole, part = backward(), backward(with_transposed=False, with_bias=False)
+        whole, part = backward(), backward(with_transposed=False, with_sums=False)
         assert same_bits(part[0], whole[0]) and part[1].shape == (0,) and part[3].shape == (0,)
-        with_bias = backward(with_transposed=False)
-        assert same_bits(with_bias[3], whole[3])
+        with_sums = backward(with_transposed=False)
+        assert same_bits(with_sums[3], whole[3])
 
 
 @pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
@@ -200,9 +200,9 @@ def test_sums_go_where_they_are_asked_to_go(x_dtype, device, rng):
     sums = backward()[3]
     poisoned = Poisoned(device)
     memory = poisoned.empty((40,), x_dtype)
-    assert backward(grad_bias=memory)[3].shape == (0,)
+    assert backward(column_sums=memory)[3].shape == (0,)
     assert_same_bits(memory, sums)
-    backward(grad_bias=memory, accumulate_bias=True)
+    backward(column_sums=memory, accumulate_sums=True)
     assert_same_bits(memory, sums + sums)
     poisoned.assert_guards_intact()
 
@@ -274,18 +274,18 @@ def test_random_shapes(activation, gated, device, rng):
         ({"scale": (2,)}, ValueError, r"scale of one element, got shape \[2\]"),
         ({"grad": (3, 16)}, ValueError, r"grad of shape \[4, 16\], got \[3, 16\]"),
         ({"grad": torch.float16}, TypeError, "grad of dtype torch.float32, got torch.float16"),
-        ({"accumulate_bias": True}, ValueError, "grad_bias, to which to accumulate, got none"),
-        ({"grad_bias": (8,)}, ValueError, r"grad_bias of shape \[16\], got \[8\]"),
-        ({"grad_bias": (16,), "with_bias": False}, ValueError, "no grad_bias, which is not asked for, got one"),
+        ({"accumulate_sums": True}, ValueError, "column_sums, to which to accumulate, got none"),
+        ({"column_sums": (8,)}, ValueError, r"column_sums of shape \[16\], got \[8\]"),
+        ({"column_sums": (16,), "with_sums": False}, ValueError, "no column_sums, which is not asked for, got one"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_named(changes, error, words, device):
     given: dict[str, Any] = {"x": (4, 16), "activation": "gelu", "dtype": E4M3, "amax": (1,), **changes}
-    of_gradient = given.keys() & {"grad", "grad_bias", "accumulate_bias"}
+    of_gradient = given.keys() & {"grad", "column_sums", "accumulate_sums"}
     if of_gradient:
         given = {"grad": (4, 16), **given}
-    for name in given.keys() & {"x", "grad", "amax", "scale", "grad_bias"}:
+    for name in given.keys() & {"x", "grad", "amax", "scale", "column_sums"}:
         shape, dtype = (given[name], torch.float32) if isinstance(given[name], tuple) else ((4, 16), given[name])
         given[name] = torch.zeros(shape, dtype=dtype, device=device)
     for name in given.keys() & {"x", "grad"}:
@@ -294,13 +294,13 @@ def test_what_does_not_fit_is_named(changes, error, words, device):
     with pytest.raises(error, match=f"{op.__name__}: expected {words}"):
         op(**given)
     assert not given["amax"].any()
-    assert "grad_bias" not in given or not given["grad_bias"].any()
+    assert "column_sums" not in given or not given["column_sums"].any()
 
 
 def test_what_is_written_is_apart_from_what_is_read(device):
     x = torch.ones(4, 16, device=device)
     with pytest.raises(ValueError, match="expected x and amax that do not overlap"):
         ops.fp8_activation_cast_transpose(x, "relu", E4M3, amax=x[0, :1])
-    with pytest.raises(ValueError, match="expected x and grad_bias that do not overlap"):
-        ops.fp8_activation_backward_cast_transpose(x.clone(), x, "relu", E4M3, grad_bias=x[0])
+    with pytest.raises(ValueError, match="expected x and column_sums that do not overlap"):
+        ops.fp8_activation_backward_cast_transpose(x.clone(), x, "relu", E4M3, column_sums=x[0])
     assert same_bits(x, torch.ones_like(x))

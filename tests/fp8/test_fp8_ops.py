@@ -58,8 +58,8 @@ SCHEMAS = (
     "fp8_activation_cast_transpose(Tensor x, str activation, ScalarType dtype, *, bool gated=False, "
     "Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor)",
     "fp8_activation_backward_cast_transpose(Tensor grad, Tensor x, str activation, ScalarType dtype, *, "
-    "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_bias=True, "
-    "Tensor(b!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool gated=False, Tensor? scale=None, Tensor(a!)? amax=None, bool with_transposed=True, bool with_sums=True, "
+    "Tensor(b!)? column_sums=None, bool accumulate_sums=False) -> (Tensor, Tensor, Tensor, Tensor)",
     "fp8_layer_norm_cast_transpose(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, "
     "ScalarType dtype, *, bool rms_norm=False, bool zero_centered=False, Tensor? scale=None, "
     "Tensor(a!)? amax=None, bool with_transposed=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -102,14 +102,14 @@ TEST(Fp8MadeDevice, ActivationsHaveTheBytesOfTheCpuLoops) {
                     twins.upload();
                     const multi_tensor::Buffer scratch(tiles_in(made.rows) * made.columns * sizeof(float));
                     on_both(twins, [&](const auto& address, bool on_device) {
-                        const Activated work{.x = address(x),
-                                             .grad = address(grad),
-                                             .rows = shape.rows,
-                                             .columns = shape.columns,
-                                             .dtype = dtype,
-                                             .activation = Activation::kRelu,
-                                             .is_gated = is_gated,
-                                             .is_backward = is_backward};
+                        const ActivationArguments work{.x = address(x),
+                                                       .grad = address(grad),
+                                                       .rows = shape.rows,
+                                                       .columns = shape.columns,
+                                                       .dtype = dtype,
+                                                       .activation = Activation::kRelu,
+                                                       .is_gated = is_gated,
+                                                       .is_backward = is_backward};
                         const Cast cast = outputs.cast(made, dtype, format, address);
                         ColumnSums sums;
                         if (is_backward) {

@@ -96,14 +96,14 @@ TEST(Fp8Activation, AGateMultipliesAndBothHalvesHaveTheirGradients) {
     std::vector<float> x(32), grad(16);
     for (int i = 0; i < 32; ++i) x[i] = static_cast<float>(i % 4 - 1);
     for (int i = 0; i < 16; ++i) grad[i] = static_cast<float>(i % 4);
-    Activated work{.x = x.data(),
-                   .grad = nullptr,
-                   .rows = 2,
-                   .columns = 8,
-                   .dtype = DType::kFloat32,
-                   .activation = Activation::kRelu,
-                   .is_gated = true,
-                   .is_backward = false};
+    ActivationArguments work{.x = x.data(),
+                             .grad = nullptr,
+                             .rows = 2,
+                             .columns = 8,
+                             .dtype = DType::kFloat32,
+                             .activation = Activation::kRelu,
+                             .is_gated = true,
+                             .is_backward = false};
     Made y(2, 8), grad_x(2, 16);
     activation_cast_cpu(work, y.cast(), {});
     work.grad = grad.data();
