@@ -5,6 +5,7 @@
 #include "collectives/bindings.h"
 #include "common/cpu_only.h"
 #include "common/math_bits.h"
+#include "flat/bindings.h"
 #include "fp8/bindings.h"
 #include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
@@ -183,4 +184,5 @@ PYBIND11_MODULE(_C, m) {
     te_graph::multi_tensor::bind(m);
     te_graph::fp8::bind(m);
     te_graph::collectives::bind(m);
+    te_graph::flat::bind(m);
 }

@@ -21,6 +21,7 @@ from te_graph.collectives.ops import (
     reduce_scatter_out,
 )
 from te_graph.collectives.peer_group import PeerGroup
+from te_graph.flat.flat_parameters import FlatParameters
 from te_graph.fp8.autocast import fp8_autocast
 from te_graph.fp8.casts import (
     fp8_cast,
@@ -62,6 +63,7 @@ __all__ = [
     "CaptureError",
     "ConversionReport",
     "DelayedScaling",
+    "FlatParameters",
     "Float8CurrentScaling",
     "Format",
     "Fp8Weights",

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "common/python_function.h"
 #include "fp8/data_writes.h"
 #include "fp8/fused_products.h"
 #include "fp8/gemm.h"
@@ -15,26 +16,6 @@ namespace te_graph::fp8 {
 namespace {
 
 using TablePointer = std::shared_ptr<ScaleTable>;
-
-// An object of Python that may be dropped on any thread.
-template <typename T>
-std::shared_ptr<T> held_on_any_thread(T object) {
-    const auto drop = [](T* held) {
-        if (!Py_IsInitialized()) return;  // Python is gone, and its objects with it
-        const py::gil_scoped_acquire gil;
-        delete held;
-    };
-    return {new T(std::move(object)), drop};
-}
-
-// A function of Python that may be called on any thread, too.
-template <typename... Arguments>
-std::function<void(Arguments...)> with_gil(py::function function) {
-    return [held = held_on_any_thread(std::move(function))](Arguments... arguments) {
-        const py::gil_scoped_acquire gil;
-        (*held)(arguments...);
-    };
-}
 
 py::dict as_dict(const GemmPlanInfo& info) {
     const auto dtype = info.shape.dtype == DType::kFloat32   ? "float32"

@@ -11,6 +11,7 @@
 
 #include "common/arguments_apart.h"
 #include "common/current_stream.h"
+#include "common/grad_view.h"
 #include "common/leaf.h"
 
 namespace te_graph::fp8 {
@@ -88,6 +89,8 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     const bool is_plain_here =
         is_plain_backward() && !has_gradient_hooks(*meta) && meta->grad_dtype_.value_or(dtype) == dtype;
     if (!is_plain_here && steps == nullptr) return std::nullopt;
+    GradView* const view = grad_view_of(*meta);
+    if (view && view->main_grad_reset() && !main_grad_of) return std::nullopt;  // autograd adds it to main_grad
     at::Tensor main_grad;
     if (main_grad_of) {
         std::tie(main_grad, result.reset_) = main_grad_of(parameter);
@@ -104,6 +107,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     TORCH_CHECK(!main_grad_of || steps == nullptr,
                 "te_graph.Linear: with fuse_wgrad_accumulation no backward can be captured inside a function, which "
                 "would not see reset_main_grads: graph the layers instead, with make_graphed_callables");
+    if (view) view->enter_backward();
     result.alone_ = std::unique_lock(Locked::mutex_of(*node));
     result.accumulator_ = edge.function;
     // Another use of the parameter may have been added on another stream: each waits for that of AccumulateGrad, which
@@ -121,7 +125,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
         return std::nullopt;
     }
     result.holder_ = Holder::kGrad;
-    result.memory = there.defined() ? there : at::empty(sizes, grad.options().dtype(dtype));
+    result.memory = there.defined() ? there : view ? view->renew() : at::empty(sizes, grad.options().dtype(dtype));
     result.accumulate = there.defined();
     result.parameter_ = parameter;
     return result;

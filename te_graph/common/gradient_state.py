@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_graph import _C
+from te_graph.common.kept_state import keep_by
 
 
 class GradientState:
@@ -17,11 +20,16 @@ class GradientState:
     Attributes:
         users: the handles of the callables that compute a gradient for it.
         main_grad_reset: tells the next backward to overwrite ``main_grad``.
+        flat: the FlatParameters that it is in.
+        flat_gradient, grad_memory: its gradient there, and where that lies, [...].
     """
 
     def __init__(self) -> None:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.main_grad_reset = _C.MainGradReset()
+        self.flat_gradient: _C.FlatGradient | None = None
+        self.grad_memory: Tensor | None = None
+        self.flat: weakref.ref[Any] | None = None
 
 
 # Belongs to the parameters, and would be an attribute of theirs if attributes were not saved with them by torch.save.
@@ -38,3 +46,23 @@ def gradient_state(parameter: Tensor) -> GradientState:
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The ``main_grad`` of ``parameter`` [...], or None."""
     return getattr(parameter, "main_grad", None)
+
+
+@contextlib.contextmanager
+def _resets_kept() -> Iterator[None]:
+    """Put back for which parameters the next gradient overwrites ``main_grad``."""
+    before = [(state.main_grad_reset, state.main_grad_reset.is_pending) for state in _states.values()]
+    try:
+        yield
+    finally:
+        for reset, is_pending in before:
+            reset.is_pending = is_pending
+
+
+keep_by(_resets_kept)
+
+
+def flat_of(parameter: Tensor) -> Any:
+    """The FlatParameters that ``parameter`` [...] is in, or None."""
+    state = _states.get(parameter)
+    return None if state is None or state.flat is None else state.flat()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.gradient_parts import GradientParts
 from te_graph.multi_tensor.norms import raise_if_nonfinite, total_norm
 from te_graph.multi_tensor.tensor_lists import (
     Part,
@@ -23,13 +24,14 @@ from te_graph.multi_tensor.tensor_lists import (
     note_grad_reads,
     parts_of,
 )
+from te_graph.multi_tensor.traced_lists import list_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Tensor | Iterable[Tensor] | GradientParts,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -46,7 +48,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: [...] each; those without a gradient are passed over. Their ``.grad`` is mutated. As for
-            ``get_total_norm``: any dtypes and devices, DTensors (FSDP2, tensor parallel) by their shards.
+            ``get_total_norm``: any dtypes and devices, DTensors (FSDP2, tensor parallel) by their shards. Or a
+            ``FlatParameters``: all of its gradients, in ``.grad`` or ``main_grad``, each parameter once over all ranks.
         max_norm: a number, 0 or positive; ``inf`` clips nothing.
         norm_type, error_if_nonfinite, foreach, process_groups: as for ``get_total_norm``.
         found_inf: [] or [1] float32 on the gradients' device. Set to 1 if the norm is not finite, in which case, or if
@@ -68,6 +71,14 @@ def clip_grad_norm_(
     op = "clip_grad_norm_"
     max_norm, norm_type = as_max_norm(op, max_norm), as_norm_type(op, norm_type)
     check_operands(op, found_inf=found_inf)
+    if isinstance(parameters, GradientParts):
+        with parameters.gradient_parts() as (tensors, groups):
+            parts = [Part(list_of(tensors), groups)]
+            norm = total_norm(op, parts, norm_type, process_groups)
+            if error_if_nonfinite:
+                raise_if_nonfinite(norm, norm_type)
+            clip_parts(parts, max_norm, norm, _C.CLIP_EPS, found_inf)
+        return norm
     sequence = _parameters(op, parameters)
     if not (process_groups or error_if_nonfinite or torch.compiler.is_compiling()):
         note_grad_reads(sequence)

@@ -1,4 +1,4 @@
-"""The areas of the code, common < multi_tensor < graphs < collectives < fp8 < pipeline: what lies in one uses
+"""The areas of the code, common < multi_tensor < graphs < collectives < fp8 < flat < pipeline: what lies in one uses
 what lies in it or to its left, in C++ and Python alike, and no modules import each other in a circle."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-AREAS = ("common", "multi_tensor", "graphs", "collectives", "fp8", "pipeline")
+AREAS = ("common", "multi_tensor", "graphs", "collectives", "fp8", "flat", "pipeline")
 ENDS = {"_C", "_build_config"}  # written by the build
 
 Edges = dict[str, set[str]]

@@ -199,7 +199,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
         ParameterUpdate& update = slot.updates[i];
         switch (update.action) {
             case GradientAction::kStoreNew:
-                if (!parameters_[i].has_grad_buffer &&
+                if (!parameters_[i].has_grad_buffer && !grad_view_of(parameter) &&
                     !(buffers_[i].defined() && buffers_[i].is_alias_of(update.fresh))) {
                     buffers_[i] = update.fresh.detach();
                 }

@@ -144,6 +144,7 @@ private:
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up);
+    void enter_grad_views(const PendingBackward& pending) const;
     void note_use_outside(size_t parameter);
     void warn_of_lost_gradients();
     void warn_of_autocast();
@@ -157,6 +158,7 @@ private:
     const at::Tensor& destination(const PendingBackward& pending, size_t parameter) const;
     const at::Tensor& main_grad_of(const PendingBackward& pending, size_t parameter) const;
     bool is_grad_buffer(size_t parameter, const at::Tensor& tensor) const;
+    void protect_grad_buffer(const PendingBackward& pending, size_t parameter);
     at::Tensor lend_grad_buffer(size_t parameter);
     void prepare_grad_buffers(const PendingBackward& pending);
     void restore_main_grads(const PendingBackward& pending);

@@ -13,6 +13,12 @@ bool GraphedCallable::is_grad_buffer(size_t parameter, const at::Tensor& tensor)
            tensor.const_data_ptr() == slots_.front()->parameter_grads[parameter].const_data_ptr();
 }
 
+// The buffer is about to be overwritten: who holds what is or has been .grad there keeps its values.
+void GraphedCallable::protect_grad_buffer(const PendingBackward& pending, size_t parameter) {
+    if (GradView* const view = grad_view_of((*pending.externals)[parameters_[parameter].tensor])) view->protect();
+    lent_buffers_[parameter]->protect();
+}
+
 // A new .grad over the buffer of the parameter. Who holds an earlier one keeps its values.
 at::Tensor GraphedCallable::lend_grad_buffer(size_t parameter) {
     lent_buffers_[parameter]->protect();
@@ -29,7 +35,7 @@ void GraphedCallable::prepare_grad_buffers(const PendingBackward& pending) {
         const at::Tensor& tensor = destination(pending, i);
         const GradientAction action = slot.updates[i].action;
         const bool is_in_place = tensor.defined() && is_grad_buffer(i, tensor);
-        if (!is_in_place) lent_buffers_[i]->protect();
+        if (!is_in_place) protect_grad_buffer(pending, i);
         // A main_grad that is not to change is written all the same.
         const bool is_kept = !is_in_place && parameters_[i].main_grad >= 0;
         slot.updates[i].kept = is_kept ? buffer.clone() : at::Tensor();

@@ -41,6 +41,12 @@ enum class GradientAction {
     kAddMainGradEagerly,
 };
 
+// True for what writes to the gradient without autograd.
+constexpr bool accumulates(GradientAction action) {
+    return action != GradientAction::kNothing && action != GradientAction::kReturn &&
+           action != GradientAction::kCallHooks;
+}
+
 constexpr GradientAction decide_gradient(const GradientSituation& now) {
     if (!now.reached) return GradientAction::kNothing;
     if (now.through_autograd) return GradientAction::kReturn;

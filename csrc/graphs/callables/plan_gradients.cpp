@@ -85,7 +85,7 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
     pending.owes_gradients = false;
     const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
     slot.last_update.is_repeated = got_all && !exec_info && repeats_last(pending);
-    if (slot.last_update.is_repeated) return;
+    if (slot.last_update.is_repeated) return enter_grad_views(pending);
     slot.updates.resize(parameters_.size());
     auto edge = pending.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -126,11 +126,15 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
                     "of a use outside the callable: eager execution runs the hook once, on their sum, which is known "
                     "here only if the hook is there before the forward");
         slot.updates[i].action = action;
-        const bool is_accumulated = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
-                                    action == GradientAction::kAddEagerly;
-        if (is_accumulated && is_in_autograd_graph(parameter)) note_use_outside(i);
+        GradView* const view = grad_view_of(parameter);
+        if (view && accumulates(action)) view->enter_backward();
+        const bool is_in_grad = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
+                                action == GradientAction::kAddEagerly;
+        if (is_in_grad && is_in_autograd_graph(parameter)) note_use_outside(i);
         if (action == GradientAction::kStoreNew) {
-            slot.updates[i].fresh = spec.has_grad_buffer ? lend_grad_buffer(i) : fresh_grad(buffers_[i], source);
+            slot.updates[i].fresh = view                   ? view->renew()
+                                    : spec.has_grad_buffer ? lend_grad_buffer(i)
+                                                           : fresh_grad(buffers_[i], source);
         }
         if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
             if (spec.main_grad_reset->is_pending.exchange(false)) used_up.push_back(spec.main_grad_reset.get());
@@ -148,6 +152,13 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
     }
     prepare_grad_buffers(pending);
     note_for_repetition(pending);
+}
+
+// Tells the flat buffers that the gradients lie in that they are about to be written.
+void GraphedCallable::enter_grad_views(const PendingBackward& pending) const {
+    for (const ParameterSpec& spec : parameters_) {
+        if (GradView* const view = grad_view_of((*pending.externals)[spec.tensor])) view->enter_backward();
+    }
 }
 
 // Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.gradient_state import GradientState, main_grad_of
+from te_graph.common.gradient_state import GradientState, flat_of, main_grad_of
 from te_graph.graphs.arguments.signature import DiscernibleError, ResultNest, Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
@@ -95,9 +95,10 @@ class CallableEntry:
         return _C.fast_call(self.graphed, plain_call_guard(), len(self.signature.tensors), grad_mode)
 
     def adds_to_main_grads(self) -> bool:
-        """Whether a gradient goes to a ``main_grad``."""
+        """Whether a gradient goes to a ``main_grad`` that it would not reach otherwise, as it does in a flat buffer."""
         leaves = (reference() for reference in self.leaves) if self.has_main_grads else ()
-        return any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves)
+        trained = (leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
+        return any(main_grad_of(leaf) is not None and flat_of(leaf) is None for leaf in trained)
 
     def pass_over(self) -> None:
         """Note that a call replays another capture, or runs eagerly because that could not be made."""

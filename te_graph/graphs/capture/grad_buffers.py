@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.gradient_state import main_grad_of
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.graphs.capture.gradients import Destination
 
 
@@ -51,7 +51,8 @@ class GradBuffers:
             if main_grad is not None:
                 self._buffers[key] = main_grad.detach()
             elif key not in self._buffers and destination.source_dtype == parameter.dtype:
-                self._buffers[key] = torch.empty_like(parameter, requires_grad=False)
+                memory = gradient_state(parameter).grad_memory
+                self._buffers[key] = torch.empty_like(parameter, requires_grad=False) if memory is None else memory
             if key in self._buffers:
                 steps.offer_grad_buffer(parameter, self._buffers[key])
 

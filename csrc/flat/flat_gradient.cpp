@@ -1,0 +1,167 @@
+#include "flat/flat_gradient.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <sstream>
+
+#include "common/autograd_meta.h"
+#include "common/dtype_name.h"
+#include "common/leaf.h"
+
+namespace te_graph::flat {
+
+namespace impl = torch::autograd::impl;
+using torch::autograd::variable_list;
+
+namespace {
+
+// Whether the backward under way accumulates into `leaf` [...]: autograd.grad, and backward(inputs=...), may not.
+bool accumulates_into(const at::Tensor& leaf) {
+    const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+    if (asked == nullptr || asked->empty()) return true;
+    const auto accumulator = impl::try_get_grad_accumulator(leaf);
+    const auto found = accumulator ? asked->find(accumulator.get()) : asked->end();
+    return found != asked->end() && found->second.needed_;
+}
+
+// Whether no hook comes after te_graph's own: what that has taken, others would miss.
+bool comes_last(const torch::autograd::AutogradMeta& leaf) {
+    return !leaf.post_acc_grad_hooks_ && dynamic_cast<const GradViewHook*>(leaf.hooks_.back().get()) != nullptr;
+}
+
+}  // namespace
+
+FlatGradient::FlatGradient(std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
+                           std::shared_ptr<MainGradReset> reset, const std::shared_ptr<Backwards>& backwards)
+    : name_(std::move(name)),
+      parameter_(parameter.getIntrusivePtr()),
+      data_(std::move(data)),
+      memory_(std::move(memory)),
+      reset_(std::move(reset)),
+      backwards_(backwards),
+      static_({memory_}) {}
+
+void FlatGradient::attach() { impl::hooks(parameter()).push_back(std::make_unique<GradViewHook>(shared_from_this())); }
+
+void FlatGradient::detach() {
+    const at::Tensor parameter = this->parameter();
+    if (!parameter.defined()) return;
+    auto& hooks = impl::hooks(parameter);
+    std::erase_if(hooks, [&](const auto& hook) {
+        const auto* const own = dynamic_cast<const GradViewHook*>(hook.get());
+        return own && own->view.get() == this;
+    });
+}
+
+at::Tensor FlatGradient::parameter() const {
+    auto parameter = parameter_.lock();
+    return parameter ? at::Tensor(std::move(parameter)) : at::Tensor();
+}
+
+std::string FlatGradient::change() const {
+    const at::Tensor parameter = this->parameter();
+    std::ostringstream text;
+    if (!parameter.defined()) {
+        text << name_ << " is gone";
+    } else if (parameter.scalar_type() != data_.scalar_type()) {
+        text << name_ << " is now of dtype " << dtype_name(parameter.scalar_type()) << ", it was "
+             << dtype_name(data_.scalar_type());
+    } else if (parameter.device() != data_.device()) {
+        text << name_ << " is now on " << parameter.device() << ", it was on " << data_.device();
+    } else if (parameter.numel() > 0 && parameter.const_data_ptr() != data_.const_data_ptr()) {
+        text << name_ << " has moved to other memory";
+    } else if (parameter.sizes() != data_.sizes() || parameter.strides() != data_.strides()) {
+        text << name_ << " is now of shape " << parameter.sizes() << " and strides " << parameter.strides()
+             << ", it was of " << data_.sizes() << " and " << data_.strides();
+    } else if (!parameter.requires_grad()) {
+        text << name_ << " is now frozen (requires_grad is False)";
+    } else if (grad_view_of(*autograd_meta_of(parameter)) != this) {
+        text << name_ << " has lost the hook by which its gradient is known (_backward_hooks was set)";
+    }
+    return text.str();
+}
+
+bool FlatGradient::is_memory(const at::Tensor& grad) const {
+    return grad.layout() == at::kStrided && grad.scalar_type() == memory_.scalar_type() &&
+           grad.device() == memory_.device() && grad.strides() == memory_.strides() &&
+           grad.const_data_ptr() == memory_.const_data_ptr();
+}
+
+FlatGradient::State FlatGradient::state() const {
+    const at::Tensor& grad = parameter().grad();
+    if (grad.defined()) return is_memory(grad) ? State::kInPlace : State::kElsewhere;
+    return reset_ && !reset_->is_pending ? State::kInPlace : State::kMissing;
+}
+
+std::string FlatGradient::describe(State state) const {
+    const char* const text = state == State::kMissing   ? " is missing"
+                             : state == State::kInPlace ? " is there"
+                                                        : " is another tensor than that of the flat buffer";
+    return "the gradient of " + name_ + text;
+}
+
+at::Tensor FlatGradient::elsewhere() const { return state() == State::kElsewhere ? parameter().grad() : at::Tensor(); }
+
+void FlatGradient::adopt() {
+    if (reset_) {
+        reset_->is_pending = false;
+        return;
+    }
+    const at::Tensor parameter = this->parameter();
+    if (!parameter.grad().defined()) parameter.mutable_grad() = renew();
+}
+
+void FlatGradient::note_written() const {
+    const at::Tensor grad = reset_ ? memory_ : parameter().grad();
+    if (grad.defined() && is_memory(grad)) grad.unsafeGetTensorImpl()->bump_version();
+}
+
+void FlatGradient::note_data_written() const { parameter().unsafeGetTensorImpl()->bump_version(); }
+
+void FlatGradient::drop() {
+    const at::Tensor parameter = this->parameter();
+    if (parameter.defined()) parameter.mutable_grad().reset();
+    if (reset_) reset_->is_pending = true;
+}
+
+void FlatGradient::enter_backward() {
+    const auto backwards = backwards_.lock();
+    TORCH_CHECK(backwards, "FlatParameters: the gradient of ", name_,
+                " lies in the buffer of a FlatParameters that is "
+                "gone: keep it for as long as the model trains");
+    backwards->enter();
+}
+
+at::Tensor FlatGradient::renew() {
+    protect();
+    return static_.lend(lent_).front();
+}
+
+variable_list FlatGradient::receive(const variable_list& grads) {
+    const at::Tensor parameter = this->parameter();
+    if (!parameter.defined() || !parameter.requires_grad() || !accumulates_into(parameter)) return grads;
+    enter_backward();
+    const at::Tensor& grad = grads.front();
+    if (!grad.defined()) return grads;
+    TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "FlatParameters: expected a dense gradient of ", name_,
+                     ", got one of layout ", grad.layout(), " (torch.nn.Embedding: sparse=False)");
+    // What is left to AccumulateGrad is fetched at the end of the backward: a gradient with a graph of its own, that
+    // of hooks which come later, and one for a .grad of the user's.
+    if (at::GradMode::is_enabled() || parameter.grad().defined()) return grads;
+    if (!reset_) {
+        at::Tensor fresh = renew();
+        fresh.copy_(grad);
+        return {std::move(fresh)};
+    }
+    if (!comes_last(*autograd_meta_of(parameter))) return grads;
+    if (reset_->is_pending.exchange(false)) {
+        memory_.copy_(grad);
+    } else {
+        memory_.add_(grad);
+    }
+    return {at::Tensor()};
+}
+
+}  // namespace te_graph::flat

@@ -1,0 +1,137 @@
+"""What cannot be flat, told by name before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.gradient_state import flat_of, main_grad_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SHARDS = ("none", "optimizer")
+_GRADIENTS_LIVE = (
+    "FlatParameters: shard='grads' is not offered: until the last micro-batch a rank adds to the gradients of all "
+    "parameters, and graphs hold their addresses; shard='optimizer' shards masters and optimizer state"
+)
+
+
+def named_parameters(module_or_params: Any) -> list[tuple[str, Tensor]]:
+    """Names and parameters [...] that require a gradient, each once.
+
+    Raises:
+        TypeError: ``module_or_params`` is neither a module nor an iterable of tensors.
+        ValueError: none requires a gradient.
+    """
+    if isinstance(module_or_params, nn.Module):
+        named = list(module_or_params.named_parameters())
+    elif isinstance(module_or_params, Iterable) and not isinstance(module_or_params, Tensor):
+        named = [_with_name(number, one) for number, one in enumerate(module_or_params)]
+    else:
+        raise TypeError(
+            "FlatParameters: expected a module, or parameters with or without their names, got "
+            f"{type(module_or_params).__name__}"
+        )
+    chosen = {id(parameter): (name, parameter) for name, parameter in reversed(named) if parameter.requires_grad}
+    if not chosen:
+        raise ValueError("FlatParameters: expected parameters that require a gradient, got none")
+    return list(reversed(chosen.values()))
+
+
+def _with_name(number: int, member: Any) -> tuple[str, Tensor]:
+    name, parameter = member if isinstance(member, tuple) and len(member) == 2 else (f"parameter {number}", member)
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"FlatParameters: expected parameters, got {type(parameter).__name__} as {name}")
+    return str(name), parameter
+
+
+def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtype) -> None:
+    """Raise unless all ``named`` parameters [...] can lie in flat buffers.
+
+    Args:
+        grad_dtype: of gradients.
+
+    Raises:
+        ValueError, TypeError: what is expected of the first one that cannot, and what it is.
+    """
+    first_name, first = named[0]
+    for name, parameter in named:
+        _check_kind(name, parameter)
+        if parameter.device != first.device:
+            raise ValueError(
+                f"FlatParameters: expected all parameters on one device, got {name} on {parameter.device} and "
+                f"{first_name} on {first.device}"
+            )
+        if torch.promote_types(parameter.dtype, grad_dtype) != grad_dtype:
+            raise ValueError(
+                f"FlatParameters: expected grad_dtype to hold the gradient of {name}, {parameter.dtype}, got "
+                f"{grad_dtype}"
+            )
+        if flat_of(parameter) is not None:
+            raise ValueError(f"FlatParameters: {name} is in another FlatParameters already")
+        if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
+            raise ValueError(
+                f"FlatParameters: expected {name}.grad_dtype to be {parameter.dtype}, got {parameter.grad_dtype}: "
+                "FlatParameters(grad_dtype=...) keeps gradients of another dtype, in main_grad"
+            )
+        for which, grad in (("grad", parameter.grad), ("main_grad", main_grad_of(parameter))):
+            if grad is not None and (grad.layout != torch.strided or grad.shape != parameter.shape):
+                raise ValueError(
+                    f"FlatParameters: expected {name}.{which} to be dense and of shape {list(parameter.shape)}, got "
+                    f"layout {grad.layout} and shape {list(grad.shape)}"
+                )
+
+
+def _check_kind(name: str, parameter: Tensor) -> None:
+    def refuse(expected: str, got: Any) -> None:
+        raise TypeError(f"FlatParameters: expected {name} to be {expected}, got {got}")
+
+    if type(parameter) not in (nn.Parameter, Tensor):
+        refuse("a torch.nn.Parameter", f"{type(parameter).__name__}, whose memory is its own to lay out")
+    if not parameter.is_leaf:
+        refuse("a leaf", f"the result of {type(parameter.grad_fn).__name__}")
+    if parameter.layout != torch.strided:
+        refuse("dense", f"one of layout {parameter.layout}")
+    if parameter.is_inference():
+        refuse("made outside of inference mode", "an inference tensor")
+    if parameter.device.type == "meta":
+        refuse("on a device", "one on meta: materialize the model before")
+    if not (parameter.is_floating_point() and not parameter.is_quantized):
+        refuse("of a floating-point dtype", f"{parameter.dtype}")
+    if not _C.is_dense(parameter):
+        refuse("without gaps", f"strides {list(parameter.stride())} for shape {list(parameter.shape)}")
+
+
+def check_shard(shard: str) -> None:
+    """Raise ValueError unless ``shard`` is one of ``SHARDS``."""
+    if shard == "grads":
+        raise ValueError(_GRADIENTS_LIVE)
+    if shard not in SHARDS:
+        raise ValueError(f"FlatParameters: expected shard to be one of {SHARDS}, got {shard!r}")
+
+
+def check_alike(named: Sequence[tuple[str, Tensor]], settings: str, process_group: ProcessGroup) -> None:
+    """Compare names, shapes, dtypes and settings over all ranks, which call this together.
+
+    Raises:
+        RuntimeError: on all ranks, with the first difference.
+    """
+    mine = [settings, *(f"{name} {list(parameter.shape)} {parameter.dtype}" for name, parameter in named)]
+    everyone: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, other in enumerate(everyone):
+        if other == everyone[0]:
+            continue
+        first, second = next(
+            (pair for pair in zip(everyone[0], other, strict=False) if pair[0] != pair[1]),
+            (f"{len(everyone[0]) - 1} parameters", f"{len(other) - 1} parameters"),
+        )
+        raise RuntimeError(
+            f"FlatParameters: expected the same model on all ranks, got {first} on rank 0 and {second} on rank {rank}"
+        )

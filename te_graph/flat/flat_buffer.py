@@ -1,0 +1,170 @@
+"""Parameters of one dtype, and their gradients, as views of two flat buffers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.gradient_state import gradient_state
+from te_graph.flat.layout import Layout
+
+
+class FlatBuffer:
+    """What the parameters of one dtype share.
+
+    Attributes:
+        names, parameters: [...] each, in the order in which they lie.
+        data: [n], the values of the parameters.
+        grads: [n], their gradients.
+        memories: [...] like each parameter, its part of ``grads``.
+        gradients: of each parameter, what knows whether it has a gradient and where.
+        all_gradients, bucket_gradients: these together, and those of each bucket.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        grad_dtype: torch.dtype,
+        bucket_bytes: int,
+        ranks: int,
+        backwards: _C.Backwards,
+    ) -> None:
+        """Allocates only; ``attach`` moves the parameters.
+
+        Args:
+            named: names and parameters [...], of one dtype and device, dense.
+            grad_dtype: of their gradients.
+            bucket_bytes: of gradients, from which on a bucket is full.
+            ranks: among which buckets are divided.
+            backwards: what is told when gradients are about to be written.
+        """
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        first = self.parameters[0]
+        self.layout = Layout.of(
+            [parameter.numel() for parameter in self.parameters],
+            itemsize=min(first.dtype.itemsize, grad_dtype.itemsize),
+            bucket_numel=max(1, bucket_bytes // grad_dtype.itemsize),
+            ranks=ranks,
+        )
+        # Padding is zero: norms and optimizers pass over it.
+        self.data = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(self.layout.numel, dtype=grad_dtype, device=first.device)
+        self._places, self.memories = (
+            [
+                _C.view_in_buffer(values, offset, parameter)
+                for parameter, offset in zip(self.parameters, self.layout.offsets, strict=True)
+            ]
+            for values in (self.data, self.grads)
+        )
+        self.gradients = [
+            _C.FlatGradient(
+                name=name,
+                parameter=parameter,
+                data=place,
+                memory=memory,
+                reset=gradient_state(parameter).main_grad_reset if self.has_main_grads else None,
+                backwards=backwards,
+            )
+            for name, parameter, place, memory in zip(
+                self.names, self.parameters, self._places, self.memories, strict=True
+            )
+        ]
+
+        self.all_gradients = _C.FlatGradients(self.gradients)
+        self.bucket_gradients = [
+            _C.FlatGradients(self.gradients[bucket.members.start : bucket.members.stop])
+            for bucket in self.layout.buckets
+        ]
+
+    @property
+    def has_main_grads(self) -> bool:
+        """Whether gradients are ``main_grad``, of another dtype than the parameters; else they are ``.grad``."""
+        return self.grads.dtype != self.data.dtype
+
+    def attach(self) -> None:
+        """Move the parameters and the gradients that they have into the buffers."""
+        with torch.no_grad():
+            for number, (parameter, place) in enumerate(zip(self.parameters, self._places, strict=True)):
+                place.copy_(parameter)
+                parameter.data = place
+                if parameter._backward_hooks is None:
+                    # The first hook of the user's would else take all others, of C++, away.
+                    parameter._backward_hooks = collections.OrderedDict()
+                self._take_gradient(number)
+                self.gradients[number].attach()
+
+    def detach(self) -> None:
+        """Leave parameters and gradients where they are, as tensors like any others."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            gradient.detach()
+            state = gradient_state(parameter)
+            state.flat_gradient = state.grad_memory = None
+
+    def settle_(self) -> None:
+        """Add to each ``main_grad`` what autograd has left in ``.grad``."""
+        if not self.has_main_grads:
+            return
+        for parameter, memory in zip(self.parameters, self.memories, strict=True):
+            if parameter.grad is None:
+                continue
+            reset = gradient_state(parameter).main_grad_reset
+            if reset.is_pending:
+                memory.copy_(parameter.grad)
+            else:
+                memory.add_(parameter.grad)
+            reset.is_pending, parameter.grad = False, None
+
+    @contextlib.contextmanager
+    def gathered(self, bucket: int | None, adopts: bool) -> Iterator[None]:
+        """While it is open the gradients of ``bucket``, or all, are in the buffer, those that are missing as zeros;
+        what is done to them there is done to each ``.grad`` that is another tensor.
+
+        Args:
+            adopts: what was missing is there afterwards.
+        """
+        gradients = self.all_gradients if bucket is None else self.bucket_gradients[bucket]
+        first = 0 if bucket is None else self.layout.buckets[bucket].members.start
+        gradients.note_read()
+        missing, elsewhere = gradients.missing(), gradients.elsewhere()
+        for number in missing:
+            gradient = self.gradients[first + number]
+            if adopts:
+                gradient.adopt()
+            else:
+                gradient.protect()
+        if missing:
+            torch._foreach_zero_([self.memories[first + number] for number in missing])
+        for number, grad in elsewhere:
+            self.gradients[first + number].protect()
+            self.memories[first + number].copy_(grad)
+        yield
+        for number, grad in elsewhere:
+            grad.copy_(self.memories[first + number])
+        gradients.note_written()
+
+    def _take_gradient(self, number: int) -> None:
+        parameter, gradient, memory = self.parameters[number], self.gradients[number], self.memories[number]
+        state = gradient_state(parameter)
+        state.flat_gradient, state.grad_memory = gradient, memory
+        before = parameter.grad
+        if self.has_main_grads:
+            before = getattr(parameter, "main_grad", None) if before is None else before
+            parameter.main_grad, parameter.grad = memory, None
+            state.main_grad_reset.is_pending = before is None
+            if before is not None:
+                memory.copy_(before)
+        elif before is not None:
+            memory.copy_(before)
+            parameter.grad = None
+            gradient.adopt()
+
+
+def gradient_of(parameter: Tensor) -> _C.FlatGradient:
+    """That of ``parameter`` [...], which is flat."""
+    return gradient_state(parameter).flat_gradient

@@ -1,0 +1,333 @@
+"""Parameters and gradients as views of flat buffers, which are reduced over ranks once a step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.collectives.peer_group import PeerGroup
+from te_graph.common.capture_state import is_captured
+from te_graph.common.gradient_parts import GradientParts
+from te_graph.common.gradient_state import gradient_state
+from te_graph.flat.checks import check_alike, check_parameters, check_shard, named_parameters
+from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
+from te_graph.flat.optimizer import FlatOptimizer
+from te_graph.flat.reduction import Reduction
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
+
+BUCKET_BYTES = 128 << 20
+
+
+class FlatParameters(GradientParts):
+    """Makes parameters and their gradients views of flat buffers, and reduces gradients over ranks once a step.
+
+    One buffer for the parameters of each dtype, one for their gradients. Parameters stay the objects that they are,
+    with their names, ties, hooks and places in optimizers; only their memory is another. A gradient is written where it
+    is reduced, by graphed callables, FP8 products and autograd alike: stored by the first micro-batch, added to by
+    others. So there is no concat, no copy into buckets, no memset, and the collectives run once, at the end of the last
+    backward of the step::
+
+        flat = te_graph.FlatParameters(model)  # before the optimizer and before captures
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for microbatches in loader:
+            with flat.no_sync():
+                for batch in microbatches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(microbatches[-1])).backward()  # reduces
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients are averaged over the ranks, as by DistributedDataParallel: divide the loss by the number of
+    micro-batches. Each backward outside of ``no_sync`` reduces what has come since the last reduction.
+
+    A parameter without a gradient contributes zeros, and has the mean of the ranks' afterwards; on one rank it stays
+    without. ``.grad`` of a parameter is an ordinary tensor over the buffer: dropped by ``zero_grad()``, replaced by
+    ``p.grad = other`` (which is then copied in and out where it is reduced), kept (whoever holds an earlier one keeps
+    its values).
+
+    Args:
+        module_or_params: a module, parameters, or names and parameters [...] each; those that require no gradient are
+            left as they are. All of one device, dense, of floating-point dtypes that ``grad_dtype`` can hold. Mutated:
+            ``.data``, ``.grad``, ``main_grad``.
+        process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
+            initialized. On all of its ranks the parameters get the values of the first one's.
+        peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None.
+        grad_dtype: of gradients. Those of parameters of this dtype are ``.grad``, of others ``main_grad``.
+        bucket_bytes: of gradients, from which on a bucket is full; a bucket is reduced by one collective.
+        shard: "none", all ranks have all gradients; "optimizer", each rank has those of its parts of the buckets alone,
+            for ``optimizer``.
+        gradient_scale: a factor that reductions multiply gradients by, beside the mean over ranks.
+
+    Attributes:
+        process_group, peer_group, grad_dtype, shard, gradient_scale: as given, or made.
+        buffers: one ``FlatBuffer`` for each dtype of parameters.
+
+    Raises:
+        ValueError, TypeError: an argument, or a parameter, is none of the above; nothing has been changed.
+        RuntimeError: the ranks' models differ. In a backward: a parameter has moved since (``.to()``, ``p.data =``,
+            ``load_state_dict(assign=True)``), was frozen, or the FlatParameters is gone.
+
+    Stream and capture: construction allocates, synchronizes, and must not be captured. Reductions run on the stream of
+        the caller of ``backward()``, do not synchronize, and allocate nothing unless a backward follows a reduction
+        without ``zero_grad()`` in between.
+
+    Source of the semantics: Megatron-LM's ParamAndGradBuffer, torch's DistributedDataParallel (``no_sync``, the mean).
+    """
+
+    def __init__(
+        self,
+        module_or_params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        process_group: ProcessGroup | None = None,
+        peer_group: PeerGroup | None = None,
+        grad_dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = BUCKET_BYTES,
+        shard: str = "none",
+        gradient_scale: float = 1.0,
+    ) -> None:
+        named = named_parameters(module_or_params)
+        check_shard(shard)
+        check_parameters(named, grad_dtype)
+        if is_captured(named[0][1].device):
+            raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
+        self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
+        self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
+        if self.process_group is not None and self.process_group.size() > 1:
+            settings = f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}"
+            check_alike(named, settings, self.process_group)
+            if self.peer_group is None:
+                self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
+        refuse_foreign_optimizers()
+        self._reduction = Reduction(self.peer_group, shard != "none", self.gradient_scale)
+        self._syncs = True
+        self._carried: list[Tensor] = []
+        self._lock = threading.RLock()
+        begin, end = _weak_method(self, "_before_backward"), _weak_method(self, "_after_backward")
+        self._backwards = _C.Backwards(begin=begin, end=end)
+        self.buffers = self._make_buffers(named, bucket_bytes)
+        for buffer in self.buffers:
+            buffer.attach()
+            for parameter in buffer.parameters:
+                gradient_state(parameter).flat = weakref.ref(self)
+            self._reduction.broadcast_(buffer.data)
+            buffer.all_gradients.note_parameters_written()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around backwards of all micro-batches but the last one: they add to the gradients, and reduce nothing.
+
+        What counts is where ``backward()`` is called, not the forward.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def reduce_gradients(self) -> None:
+        """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no
+        last backward is known beforehand, as in pipeline schedules.
+
+        Raises:
+            RuntimeError: a parameter has moved, or was frozen.
+
+        Stream and capture: as of the class; may be captured by ``graphed``.
+        """
+        with self._lock:
+            self.check_places()
+            self._reduce()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
+
+        Stream and capture: launches nothing.
+        """
+        for buffer in self.buffers:
+            buffer.all_gradients.drop()
+
+    def optimizer(
+        self, cls: type[Optimizer], params: Iterable[Any] | None = None, *, elementwise: bool = False, **defaults: Any
+    ) -> FlatOptimizer:
+        """An optimizer of class ``cls`` over the parts of the parameters that this rank has: all, or with
+        shard="optimizer" a share of each bucket, whose state and float32 masters no other rank has.
+
+        Args:
+            cls: of torch.optim, one that treats each element by itself: AdamW, SGD, ...
+            params: parameters or groups, as for ``cls``; all of these if None.
+            elementwise: that ``cls``, of another library, does so.
+            defaults: further arguments of ``cls``.
+
+        Returns:
+            A ``torch.optim.Optimizer`` with the groups as they are given. Its ``step`` reads ``main_grad`` where
+            gradients are there, which no other optimizer does, and gathers parameters over the ranks.
+
+        Raises:
+            ValueError, TypeError: ``cls`` is none of these, or a parameter is not flat.
+
+        Stream and capture: allocates masters.
+        """
+        return FlatOptimizer(self, cls, params, defaults, elementwise)
+
+    @contextlib.contextmanager
+    def gradient_parts(self) -> Iterator[tuple[list[Tensor], Sequence[ProcessGroup]]]:
+        """For ``clip_grad_norm_(flat, ...)``: the gradients of this rank, [n] each, and the group that has the others.
+
+        Stream and capture: as of the class.
+        """
+        with self._lock, torch.no_grad(), contextlib.ExitStack() as stack:
+            self.check_places()
+            for buffer in self.buffers:
+                buffer.settle_()
+                stack.enter_context(buffer.gathered(None, adopts=False))
+            parts = [part for buffer in self.buffers for part in self._reduction.parts_of(buffer)]
+            yield parts, [] if self.sharding_group is None else [self.sharding_group]
+
+    @property
+    def sharding_group(self) -> ProcessGroup | None:
+        """Over whose ranks parts are divided; None: each has all."""
+        return self.process_group if self._reduction.shards else None
+
+    def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
+        """What this rank has of ``buffer``.
+
+        Args:
+            buffer: one of ``buffers``.
+
+        Returns:
+            Begins and ends, in elements, ascending.
+        """
+        return self._reduction.own_parts(buffer)
+
+    def gather_parameters(self) -> None:
+        """Get from each rank the parameters that it has stepped; for optimizers other than ``optimizer``'s.
+
+        Stream and capture: all-gathers on the current stream; none where nothing is sharded.
+        """
+        for buffer in self.buffers:
+            self._reduction.gather_(buffer)
+            buffer.all_gradients.note_parameters_written()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters [...], in the order in which they lie: the reverse of the model's."""
+        for buffer in self.buffers:
+            yield from zip(buffer.names, buffer.parameters, strict=True)
+
+    def close(self) -> None:
+        """Leave parameters and gradients where they are, as tensors like any others; reductions end.
+
+        All ranks call it, for it closes a ``peer_group`` of its own.
+        """
+        for buffer in self.buffers:
+            buffer.detach()
+            for parameter in buffer.parameters:
+                gradient_state(parameter).flat = None
+        if self._owns_group and self.peer_group is not None:
+            self.peer_group.close()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(
+            f"{len(one.parameters)} of {one.data.dtype} in {len(one.layout.buckets)} buckets" for one in self.buffers
+        )
+        return f"FlatParameters({counts}; gradients {self.grad_dtype}, shard {self.shard!r}, {self.peer_group})"
+
+    def _make_buffers(self, named: list[tuple[str, Tensor]], bucket_bytes: int) -> list[FlatBuffer]:
+        of_dtypes: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, parameter in reversed(named):  # as their gradients come
+            of_dtypes.setdefault(parameter.dtype, []).append((name, parameter))
+        ranks = 1 if self.peer_group is None else self.peer_group.world_size
+        return [
+            FlatBuffer(members, self.grad_dtype, bucket_bytes, ranks, self._backwards) for members in of_dtypes.values()
+        ]
+
+    def check_places(self) -> None:
+        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it."""
+        for buffer in self.buffers:
+            if change := buffer.all_gradients.first_change():
+                raise RuntimeError(
+                    f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
+                    "assign=True before; call close() first where that comes later"
+                )
+
+    def _before_backward(self) -> None:
+        """Called before the first gradient of a backward is written."""
+        with self._lock:
+            if is_captured(self.buffers[0].data.device):
+                raise RuntimeError(
+                    "FlatParameters: a backward inside a graphed function cannot be captured, for a replay would not "
+                    "know which gradients are there: graph the layers, and the function that clips and steps"
+                )
+            self.check_places()
+            if any([buffer.all_gradients.take_reduced() for buffer in self.buffers]):
+                self._carry()
+
+    def _after_backward(self) -> None:
+        """Called when all gradients of a backward have been written."""
+        with self._lock:
+            for buffer in self.buffers:
+                buffer.settle_()
+            if self._syncs:
+                self._reduce()
+
+    def _carry(self) -> None:
+        """Put what has been reduced and not been dropped aside, where it must not be reduced again."""
+        if not self._reduction.changes_what_is_alike or not any(
+            not gradient.is_missing() for buffer in self.buffers for gradient in buffer.gradients
+        ):
+            return
+        if not self._carried:
+            self._carried = [torch.zeros_like(buffer.grads) for buffer in self.buffers]
+        for buffer, carried in zip(self.buffers, self._carried, strict=True):
+            for number, gradient in enumerate(buffer.gradients):
+                if not gradient.is_missing() and gradient.elsewhere() is None:
+                    begin = buffer.layout.offsets[number]
+                    end = begin + buffer.memories[number].numel()
+                    carried[begin:end].add_(buffer.grads[begin:end])
+                    buffer.grads[begin:end].fill_(-0.0)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        for number, buffer in enumerate(self.buffers):
+            for place, bucket in enumerate(buffer.layout.buckets):
+                carried = self._carried[number][bucket.begin : bucket.end] if self._carried else None
+                self._reduction.run_(buffer, place, carried)
+            buffer.all_gradients.note_reduced()
+        self._carried = []
+
+
+def _groups(
+    process_group: ProcessGroup | None, peer_group: PeerGroup | None
+) -> tuple[ProcessGroup | None, PeerGroup | None, bool]:
+    """The groups to reduce over, and whether a PeerGroup is to be made."""
+    if peer_group is not None:
+        if not isinstance(peer_group, PeerGroup):
+            raise TypeError(f"FlatParameters: expected peer_group to be a PeerGroup, got {type(peer_group).__name__}")
+        if process_group is not None and process_group is not peer_group.process_group:
+            raise ValueError("FlatParameters: expected process_group to be that of peer_group, got another one")
+        return peer_group.process_group, peer_group, False
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    return process_group, None, True
+
+
+def _weak_method(owner: Any, name: str) -> Any:
+    """``owner.name()`` while ``owner`` lives."""
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            getattr(alive, name)()
+
+    return call

@@ -1,0 +1,168 @@
+"""Flat gradients are those of eager execution, whoever computes them and whatever the user does to them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from flat_models import Model, assert_in_buffers, assert_same
+from seeds import first_seed
+from torch import Tensor, nn
+
+import te_graph as tg
+from te_graph.testing import same_bits
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[tg.FlatParameters, nn.Module, nn.Module]]:
+    torch.manual_seed(first_seed("flat parameters"))
+    eager = Model()
+    model = copy.deepcopy(eager)
+    flat = tg.FlatParameters(model)
+    yield flat, model, eager
+    flat.close()
+
+
+def test_parameters_stay_the_objects_that_they_are(pair):
+    flat, model, eager = pair
+    names = list(eager.state_dict())
+    assert list(model.state_dict()) == names
+    assert model.head.weight is model.embedding.weight
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert_same(model, eager)
+    assert_in_buffers(flat, model)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
+
+
+# What may happen between backwards, to a model.
+Action = Callable[[nn.Module, random.Random], Any]
+
+
+def drop(model: nn.Module, draw: random.Random) -> None:
+    model.zero_grad(set_to_none=True)
+
+
+def zero(model: nn.Module, draw: random.Random) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def drop_one(model: nn.Module, draw: random.Random) -> None:
+    draw.choice(list(model.parameters())).grad = None
+
+
+def exchange_one(model: nn.Module, draw: random.Random) -> None:
+    parameter = draw.choice([one for one in model.parameters() if one.requires_grad])
+    parameter.grad = torch.full_like(parameter, draw.random())
+
+
+def scale_all(model: nn.Module, draw: random.Random) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def clip(model: nn.Module, draw: random.Random) -> None:
+    tg.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def keep(model: nn.Module, draw: random.Random) -> None:
+    """Hold a gradient, a view of it, an array over it: all keep their values after it has been dropped."""
+    held = model.__dict__.setdefault("held", [])
+    for grad in (one.grad for one in model.parameters() if one.grad is not None):
+        held.append((grad, grad.clone()))
+        held.append((grad.reshape(-1)[:2], grad.reshape(-1)[:2].clone()))
+    model.zero_grad()
+
+
+def hook_one(model: nn.Module, draw: random.Random) -> None:
+    parameter = draw.choice([one for one in model.parameters() if one.requires_grad])
+    handle = parameter.register_hook(lambda grad: grad * 2)
+    handles = model.__dict__.setdefault("handles", [])
+    handles.append(handle)
+    if len(handles) > 2:
+        handles.pop(0).remove()
+
+
+def double_grad(parameter: Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
+def hook_after(model: nn.Module, draw: random.Random) -> None:
+    parameter = draw.choice([one for one in model.parameters() if one.requires_grad])
+    handle = parameter.register_post_accumulate_grad_hook(double_grad)
+    handles = model.__dict__.setdefault("handles", [])
+    handles.append(handle)
+    if len(handles) > 2:
+        handles.pop(0).remove()
+
+
+ACTIONS: list[Action] = [drop, zero, drop_one, exchange_one, scale_all, clip, keep, hook_one, hook_after]
+
+
+WAYS = ["plain", "plain", "plain", "some", "grad", "inputs", "create", "twice", "checkpoint"]
+
+
+def backward(model: nn.Module, draw: random.Random, inputs: list[Tensor], ways: list[str]) -> None:
+    """One of ``ways`` of getting gradients; inputs: [batch, length] each."""
+    way = draw.choice(ways)
+    if way == "checkpoint":
+        loss = (
+            torch.utils.checkpoint.checkpoint(model, inputs[0], draw.random() < 0.5, use_reentrant=False).square().sum()
+        )
+    else:
+        loss = model(inputs[0], draw.random() < 0.5).square().sum()
+    if way == "twice":
+        loss = loss + model(inputs[1]).sum()
+    if way == "some":
+        model.blocks[0](torch.ones(2, 12)).sum().backward()
+    elif way == "grad":
+        torch.autograd.grad(loss, [model.head.weight, model.blocks[0].linear.weight])
+    elif way == "inputs":
+        loss.backward(inputs=[model.blocks[0].linear.weight, model.head.weight])
+    else:
+        loss.backward(create_graph=way == "create")
+
+
+def run(model: nn.Module, seed: int, steps: int, ways: list[str]) -> Iterator[str]:
+    """A random training of ``model``; says what it has done after each step."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=draw.random() < 0.5)
+    for step in range(steps):
+        action = draw.choice(ACTIONS)
+        action(model, draw)
+        backward(model, draw, [torch.randint(7, (2, 3), generator=generator) for _ in range(2)], ways)
+        yield f"step {step}, {action.__name__}"
+        if draw.random() < 0.5:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=draw.random() < 0.7)
+            yield f"step {step}, optimizer"
+
+
+def graph_blocks(model: nn.Module) -> None:
+    samples = tuple((torch.randn(2, 3, 12, requires_grad=True),) for _ in model.blocks)
+    tg.make_graphed_callables(tuple(model.blocks), samples, on_mismatch="eager", max_in_flight=2, on_exhausted="eager")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+def test_random_trainings(graphed):
+    first = first_seed("flat trainings")
+    for seed in range(first, first + 6):
+        torch.manual_seed(seed)
+        eager = Model()
+        model = copy.deepcopy(eager)
+        flat = tg.FlatParameters(model)
+        if graphed:
+            graph_blocks(model)
+            graph_blocks(eager)
+        # Graphs refuse the gradients of gradients.
+        ways = [way for way in WAYS if not (graphed and way in ("create", "grad", "inputs"))]
+        for what, _ in zip(run(model, seed, 12, ways), run(eager, seed, 12, ways), strict=True):
+            assert_same(model, eager, f"seed {seed}, {what}")
+        for one, expected in model.__dict__.get("held", []):
+            assert same_bits(one, expected), f"seed {seed}: a gradient that is held"
+        flat.close()

@@ -1,0 +1,247 @@
+"""Flat gradients are the mean of the ranks', reduced once, and sharded optimizers step as one process does.
+
+All ranks draw the same numbers, so each knows what the others computed: plain torch on all of that is the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from flat_models import Model, assert_in_buffers, gradients_of, trained
+from ranks import Rank, ranks_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import te_graph as tg
+from te_graph.testing import same_bits
+
+WORLDS = [
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cpu", 3), id="gloo-3"),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+STEPS, MICROBATCHES = 3, 3
+SHARDS = ["none", "optimizer"]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those of te_graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith(("te_graph::all_", "te_graph::reduce_")):
+            self.names.append(name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def batches(rank: Rank) -> list[list[Tensor]]:  # [microbatches][world] of [batch, length]
+    return [[torch.randint(7, (2, 3), device=rank.device) for _ in range(rank.world)] for _ in range(MICROBATCHES)]
+
+
+def make(rank: Rank, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[tg.FlatParameters, Model, Model]:
+    """A flat model, and what it was made of."""
+    reference = Model().to(rank.device, dtype)
+    model = copy.deepcopy(reference)
+    if rank.rank > 0:
+        for parameter in trained(model):
+            parameter.data.add_(1)  # ranks begin with what the first one has
+    return tg.FlatParameters(model, **options), model, reference
+
+
+def loss_of(model: nn.Module, tokens: Tensor, uses_all: bool = True) -> Tensor:
+    return model(tokens, uses_all).float().square().mean()
+
+
+def mean_gradients(reference: nn.Module, drawn: list[list[Tensor]], uses_all: Callable[[int], bool]) -> list[Tensor]:
+    """Of each rank the sum of its micro-batches in float32, then the mean in the order of the ranks, [...] each."""
+    of_ranks = []
+    for rank in range(len(drawn[0])):
+        sums = [torch.zeros(one.shape, device=one.device) for one in trained(reference)]
+        for microbatch in drawn:
+            grads = torch.autograd.grad(
+                loss_of(reference, microbatch[rank], uses_all(rank)), trained(reference), allow_unused=True
+            )
+            for total, grad in zip(sums, grads, strict=True):
+                if grad is not None:
+                    total.add_(grad)
+        of_ranks.append(sums)
+    world = len(of_ranks)
+    means = []
+    for grads in zip(*of_ranks, strict=True):
+        total = grads[0]
+        for grad in grads[1:]:
+            total = total + grad
+        means.append(total * (1 / world))
+    return means
+
+
+def train_step(
+    flat: tg.FlatParameters, model: nn.Module, rank: Rank, drawn: list[list[Tensor]], uses_all: bool
+) -> list[str]:
+    """Names of the collectives of its last backward; there are no others."""
+    for number, microbatch in enumerate(drawn):
+        is_last = number + 1 == len(drawn)
+        loss = loss_of(model, microbatch[rank.rank], uses_all)
+        with contextlib.nullcontext() if is_last else flat.no_sync(), Collectives() as collectives:
+            loss.backward()
+        assert is_last or not collectives.names
+    return collectives.names
+
+
+def scenario_mean(rank: Rank, dtype: torch.dtype, graphed: bool) -> None:
+    """Also of a parameter that some ranks have not used, and of ranks that began with other values."""
+    flat, model, reference = make(rank, dtype, bucket_bytes=2048)
+    assert all(same_bits(one, other) for one, other in zip(model.parameters(), reference.parameters(), strict=True))
+    assert len(flat.buffers[0].layout.buckets) > 1
+    if graphed:
+        samples = tuple((torch.randn(2, 3, 12, device=rank.device, dtype=dtype, requires_grad=True),) for _ in range(3))
+        tg.make_graphed_callables(tuple(model.blocks), samples, max_in_flight=1)
+    for step in range(STEPS):
+        drawn = batches(rank)
+        names = train_step(flat, model, rank, drawn, uses_all=step != 1 or rank.rank == 0)
+        assert names == ["all_reduce_"] * len(flat.buffers[0].layout.buckets)
+        expected = mean_gradients(reference, drawn, lambda other, step=step: step != 1 or other == 0)
+        for (name, _), one, other in zip(
+            ((n, p) for n, p in reference.named_parameters() if p.requires_grad),
+            gradients_of(model),
+            expected,
+            strict=True,
+        ):
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(
+                one,
+                other,
+                rtol=1e-5 if dtype == torch.float32 else 0.05,
+                atol=1e-6 if dtype == torch.float32 else 2e-2,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+        assert_in_buffers(flat, model)
+        mine = torch.cat([one.reshape(-1) for one in gradients_of(model)])
+        everyone = [torch.empty_like(mine) for _ in range(rank.world)]
+        dist.all_gather(everyone, mine)
+        assert all(same_bits(one, mine) for one in everyone)
+        flat.zero_grad()
+    flat.close()
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
+def test_gradients_are_the_mean_of_all_ranks(ranks, dtype, graphed):
+    ranks.run(scenario_mean, 1, dtype, graphed)
+
+
+def scenario_repeated(rank: Rank, shard: str, gradient_scale: float) -> None:
+    """Each backward outside of no_sync reduces; several in one step give the mean of the sum."""
+    flat, model, reference = make(rank, shard=shard, gradient_scale=gradient_scale)
+    for _ in range(STEPS):
+        drawn = batches(rank)
+        for microbatch in drawn:
+            loss_of(model, microbatch[rank.rank]).backward()
+        expected = mean_gradients(reference, drawn, lambda _: True)
+        with flat.gradient_parts() as (parts, _):
+            own = torch.zeros(flat.buffers[0].layout.numel, device=rank.device)
+            for parameter, value in zip(trained(model), expected, strict=True):
+                offset = (parameter.data_ptr() - flat.buffers[0].data.data_ptr()) // 4
+                own[offset : offset + value.numel()].as_strided(parameter.shape, parameter.stride()).copy_(value)
+            bounds = flat.own_parts(flat.buffers[0])
+            for part, (begin, end) in zip(parts, bounds, strict=True):
+                torch.testing.assert_close(part, own[begin:end] * gradient_scale, rtol=1e-5, atol=1e-6)
+        flat.zero_grad()
+    flat.close()
+
+
+@pytest.mark.parametrize("gradient_scale", [1.0, 0.25])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_several_reductions_in_one_step(ranks, shard, gradient_scale):
+    ranks.run(scenario_repeated, 2, shard, gradient_scale)
+
+
+def scenario_optimizer(rank: Rank, dtype: torch.dtype, tmp: str) -> None:
+    """Sharded or not, the same bits: norms, parameters; a state saved by all loads into either."""
+    models, flats, optimizers = [], [], []
+    torch.manual_seed(3)
+    state = Model(96).state_dict()
+    for shard in SHARDS:
+        model = Model(96).to(rank.device, dtype)
+        model.load_state_dict(state)
+        flat = tg.FlatParameters(model, shard=shard, bucket_bytes=2048)
+        decays = [one for one in trained(model) if one.dim() > 1]
+        others = [one for one in trained(model) if one.dim() <= 1]
+        optimizer = flat.optimizer(
+            torch.optim.AdamW,
+            [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-2,
+        )
+        models.append(model), flats.append(flat), optimizers.append(optimizer)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in optimizers]
+    for step in range(2 * STEPS):
+        if step == STEPS:  # each goes on with the other's state
+            states = [copy.deepcopy(one.state_dict()) for one in optimizers]
+            for optimizer, other in zip(optimizers, reversed(states), strict=True):
+                optimizer.load_state_dict(other)
+        drawn = batches(rank)
+        norms = []
+        for flat, model, optimizer, scheduler in zip(flats, models, optimizers, schedulers, strict=True):
+            train_step(flat, model, rank, drawn, uses_all=True)
+            norms.append(tg.clip_grad_norm_(flat, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        assert same_bits(norms[0], norms[1])
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert same_bits(one.detach(), other.detach()), f"step {step}"
+    shares = sum(master.numel() for group in optimizers[1].inner.param_groups for master in group["params"])
+    everyone = [None] * rank.world
+    dist.all_gather_object(everyone, shares)
+    assert sum(everyone) == sum(one.numel() for one in trained(models[1])) and max(everyone) < sum(everyone)
+    for flat in flats:
+        flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_sharded_optimizers_step_as_whole_ones(ranks, dtype):
+    ranks.run(scenario_optimizer, 3, dtype, "")
+
+
+def scenario_norm(rank: Rank) -> None:
+    """The norm of one rank that has all gradients has the bits of that of ranks that share them."""
+    flat, model, _ = make(rank, shard="optimizer", bucket_bytes=40000)
+    alone = [dist.new_group([one]) for one in range(rank.world)][rank.rank]
+    twin = copy.deepcopy(model)
+    flat_twin = tg.FlatParameters(twin, process_group=alone, bucket_bytes=40000)
+    for norm_type in (2.0, 1.0, float("inf")):
+        torch.manual_seed(11)
+        for one, other in zip(trained(model), trained(twin), strict=True):
+            other.grad = torch.randn_like(other)
+            one.grad = other.grad.clone()  # another tensor than the buffer's
+        assert same_bits(*(tg.clip_grad_norm_(one, 0.01, norm_type) for one in (flat, flat_twin))), norm_type
+    flat.close()
+    flat_twin.close()
+
+
+def test_norms_have_the_same_bits_however_gradients_are_shared(ranks):
+    ranks.run(scenario_norm, 5)
+
+
+def scenario_differs(rank: Rank) -> None:
+    model = nn.Sequential(nn.Linear(3, 4 + rank.rank % 2), nn.Linear(4, 2))
+    with pytest.raises(
+        RuntimeError,
+        match=r"the same model on all ranks, got 0.weight \[4, 3\] torch.float32 on rank 0 and 0.weight \[5, 3\]",
+    ):
+        tg.FlatParameters(model.to(rank.device))
+
+
+def test_models_that_differ_are_refused(ranks):
+    ranks.run(scenario_differs, 4)
