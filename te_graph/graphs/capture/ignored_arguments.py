@@ -18,6 +18,7 @@ from te_graph.common.dispatch import PACKAGE
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.tracing.code_names import strings_in
 from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
+from te_graph.graphs.tracing.monitoring_tool import listen
 from te_graph.graphs.tracing.names import Names
 from te_graph.graphs.tracing.source_lines import run_region
 
@@ -134,7 +135,7 @@ class _ProbeWatch:
         self._is_passed_on = True  # so far: all functions that get it do nothing else with it
         self._is_inside = False  # of the callable
         self._makes_partials = self._may_open_partials = False
-        self._tool = -1
+        self._stop: Callable[[], None] | None = None
 
     def proves(self, code: types.CodeType) -> bool:
         """Whether ``code``, which is given the probe first, and all that get it from there do nothing with it but pass
@@ -143,25 +144,13 @@ class _ProbeWatch:
         return code in self._receivers and self._is_passed_on and not is_hidden
 
     def __enter__(self) -> _ProbeWatch:
-        monitoring = sys.monitoring
-        self._tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), -1)
-        if self._tool < 0:
-            self._is_passed_on = False
-            return self
-        monitoring.use_tool_id(self._tool, "te_graph")
-        for event, callback in self._callbacks().items():
-            monitoring.register_callback(self._tool, event, callback)
-        monitoring.set_events(self._tool, sum(self._callbacks()))
+        self._stop = listen(self._callbacks())
+        self._is_passed_on &= self._stop is not None
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if self._tool < 0:
-            return
-        monitoring = sys.monitoring
-        monitoring.set_events(self._tool, 0)
-        for event in self._callbacks():
-            monitoring.register_callback(self._tool, event, None)
-        monitoring.free_tool_id(self._tool)
+        if self._stop is not None:
+            self._stop()
 
     def _callbacks(self) -> dict[int, Callable[..., None]]:
         events = sys.monitoring.events

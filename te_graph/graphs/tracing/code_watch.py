@@ -8,7 +8,6 @@ import functools
 import gc
 import inspect
 import itertools
-import operator
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
 from te_graph.graphs.tracing.code_names import is_making
 from te_graph.graphs.tracing.extensions import classes_given, is_method_of_extension, is_of_extension
+from te_graph.graphs.tracing.monitoring_tool import listen
 from te_graph.graphs.tracing.names import (
     CODES_OF_FIELDS,
     CODES_OF_LOOKERS,
@@ -227,9 +227,6 @@ class CodeWatch:
 
     def _monitored(self) -> Callable[[], None]:
         monitoring = sys.monitoring
-        tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), None)
-        if tool is None:
-            return self._profiled()
 
         def note(code: types.CodeType, offset: int) -> object:
             if self._is_ours():
@@ -247,22 +244,9 @@ class CodeWatch:
             return None
 
         events = monitoring.events
-        callbacks = {events.PY_START: note, events.RAISE: note_error, events.CALL: note_call}
-
-        def stop() -> None:
-            monitoring.set_events(tool, 0)
-            monitoring.restart_events()
-            for event in callbacks:
-                monitoring.register_callback(tool, event, None)
-            monitoring.free_tool_id(tool)
-
-        monitoring.use_tool_id(tool, "te_graph")
-        for event, callback in callbacks.items():
-            monitoring.register_callback(tool, event, callback)
-        monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
-        monitoring.restart_events()  # what others had enough of under this number
-        self.sees_all = True
-        return stop
+        stop = listen({events.PY_START: note, events.RAISE: note_error, events.CALL: note_call})
+        self.sees_all = stop is not None
+        return stop or self._profiled()
 
     def _profiled(self) -> Callable[[], None]:
         """Where Python has no events for many: of this thread alone."""

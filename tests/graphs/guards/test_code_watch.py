@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from te_graph.graphs.capture.ignored_arguments import _ProbeWatch
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.source_lines import run_region
@@ -46,3 +47,21 @@ def test_other_tools_get_all_events_afterwards() -> None:
         monitoring.free_tool_id(tool)
     assert {asked.__code__, plain_class.__code__} <= started
     assert {asked.__code__, plain_class.__code__} <= called
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="Python has no events for tools before 3.12")
+def test_a_place_that_another_thread_takes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is free when one asks for it, and taken by then."""
+    monitoring = sys.monitoring
+    free = [tool for tool in range(6) if monitoring.get_tool(tool) is None]
+    monitoring.use_tool_id(free[0], "a tool of another thread")
+    monkeypatch.setattr(monitoring, "get_tool", lambda tool: None)
+    try:
+        assert id(asked.__code__) in watched(1).codes
+        with _ProbeWatch():
+            asked()
+    finally:
+        monitoring.free_tool_id(free[0])
+    for tool in free:  # all are free again
+        monitoring.use_tool_id(tool, "a tool of this test")
+        monitoring.free_tool_id(tool)
