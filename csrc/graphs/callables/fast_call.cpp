@@ -1,6 +1,7 @@
 #include "graphs/callables/fast_call.h"
 
 #include <ATen/core/grad_mode.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -26,7 +27,8 @@ struct ModuleCalls {
     PyObject* hook_dicts[4];     // of all modules
 
     static const ModuleCalls& get() {
-        static const ModuleCalls calls = [] {
+        PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<ModuleCalls> calls;
+        const auto find = [] {
             const py::module_ module = py::module_::import("torch.nn.modules.module");
             const py::object type = module.attr("Module");
             const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
@@ -41,8 +43,8 @@ struct ModuleCalls {
                                          "_global_backward_pre_hooks"};
             for (size_t i = 0; i < 4; ++i) found.hook_dicts[i] = own(module.attr(names[i]));
             return found;
-        }();
-        return calls;
+        };
+        return calls.call_once_and_store_result(find).get_stored();
     }
 
     bool are_hooked() const {
@@ -144,7 +146,8 @@ void graphed_call_free(PyObject* self) {
 }
 
 PyTypeObject* graphed_call_type() {
-    static PyTypeObject* const type = [] {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PyTypeObject*> type;
+    const auto make = [] {
         static PyMemberDef members[] = {
             {"__vectorcalloffset__", T_PYSSIZET, offsetof(GraphedCall, vectorcall), READONLY, nullptr},
             {nullptr, 0, 0, 0, nullptr},
@@ -162,8 +165,8 @@ PyTypeObject* graphed_call_type() {
         PyObject* const made = PyType_FromSpec(&spec);
         if (!made) throw py::error_already_set();
         return reinterpret_cast<PyTypeObject*>(made);
-    }();
-    return type;
+    };
+    return type.call_once_and_store_result(make).get_stored();
 }
 
 // super().__call__, for the class that has our __call__; null with an error set.

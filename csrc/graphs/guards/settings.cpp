@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -63,16 +64,18 @@ public:
         }
         return values_;
     }
+    // An import may let other threads run: those that come here then wait for it without the GIL.
     static Variables& of_torch() {
-        static Variables variables = [] {
-            Variables made;
-            made.add("torch.backends.mha", "get_fastpath_enabled", "_is_fastpath_enabled");
-            made.add("torch.backends.opt_einsum", "_get_enabled", "enabled");
-            made.add("torch.backends.opt_einsum", "_get_strategy", "strategy");
-            made.add("torch.utils._device", "set_device", "CURRENT_DEVICE");
-            return made;
-        }();
-        return variables;
+        PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Variables> variables;
+        const auto find = [] {
+            Variables found;
+            found.add("torch.backends.mha", "get_fastpath_enabled", "_is_fastpath_enabled");
+            found.add("torch.backends.opt_einsum", "_get_enabled", "enabled");
+            found.add("torch.backends.opt_einsum", "_get_strategy", "strategy");
+            found.add("torch.utils._device", "set_device", "CURRENT_DEVICE");
+            return found;
+        };
+        return variables.call_once_and_store_result(find).get_stored();
     }
 
 private:

@@ -1,5 +1,6 @@
 #include "graphs/guards/value.h"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
@@ -59,17 +60,23 @@ const KeyedType* keyed_type(PyTypeObject* type) {
     return nullptr;
 }
 
-PyTypeObject* import_type(const char* module, const char* name) {
-    return reinterpret_cast<PyTypeObject*>(py::object(py::module_::import(module).attr(name)).release().ptr());
+// Kept for good.
+PyTypeObject* class_of_enums() {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PyTypeObject*> type;
+    const auto find = [] {
+        return reinterpret_cast<PyTypeObject*>(
+            py::object(py::module_::import("enum").attr("EnumMeta")).release().ptr());
+    };
+    return type.call_once_and_store_result(find).get_stored();
 }
 
 bool is_constant(PyObject* object) {
-    static PyTypeObject* const enum_type = import_type("enum", "EnumMeta");
     PyTypeObject* const type = Py_TYPE(object);
     return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
            PyUnicode_CheckExact(object) || PyBytes_CheckExact(object) || PyComplex_CheckExact(object) ||
            object == Py_Ellipsis || object == Py_NotImplemented || THPDtype_Check(object) || THPDevice_Check(object) ||
-           THPLayout_Check(object) || THPMemoryFormat_Check(object) || PyType_IsSubtype(Py_TYPE(type), enum_type);
+           THPLayout_Check(object) || THPMemoryFormat_Check(object) ||
+           PyType_IsSubtype(Py_TYPE(type), class_of_enums());
 }
 
 // What was put on an object of a class that gives it a dictionary of attributes, which are no part of what it holds.
