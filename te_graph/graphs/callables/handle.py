@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.capture_lock import capture_lock
+from te_graph.common.capture_lock import capture_lock, is_watched_elsewhere
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
@@ -25,7 +25,7 @@ from te_graph.common.own_objects import ClosedObject
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
-from te_graph.graphs.callables.late_capture import LateCaptures
+from te_graph.graphs.callables.late_capture import WATCHED_ELSEWHERE, LateCaptures
 from te_graph.graphs.callables.mismatch_advice import with_advice, with_circumstances
 from te_graph.graphs.callables.pending_forwards import warn_of_forwards_before
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
@@ -260,6 +260,8 @@ class Handle(ClosedObject):
 
     def _refusal(self, miss: _C.ReplayMiss, sample: tuple, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Why a call like earlier ones is not captured, if so."""
+        if is_watched_elsewhere():  # which may wait for this call
+            return f"{miss.message}; {WATCHED_ELSEWHERE}"
         if reason := self._refused.reason_for(miss.message, sample[1], args, kwargs):
             return reason
         reason = self._refused.reason_against_all()

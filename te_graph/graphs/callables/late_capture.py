@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.capture_lock import is_watched_elsewhere
 from te_graph.common.dispatch import has_subclass
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
@@ -16,6 +17,8 @@ from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.request import common_device
+
+WATCHED_ELSEWHERE = "called while another thread is watched"
 
 
 class LateCaptures:
@@ -39,6 +42,8 @@ class LateCaptures:
             return "called where operations are watched or captured, not captured yet"
         if repeats_fp8_calls():
             return f"{REPEATS}, not captured yet"
+        if is_watched_elsewhere():
+            return f"{WATCHED_ELSEWHERE}, not captured yet"
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if isinstance(target, nn.Module):
             tensors += [*target.parameters(), *target.buffers()]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.common.capture_lock import try_capture_lock
+from te_graph.common.capture_lock import try_capture_lock, watched_call
 from te_graph.common.dispatch import function_modes
 from te_graph.common.environment import is_disabled
 from te_graph.common.own_objects import name_of_itself
@@ -38,6 +38,7 @@ _MAX_MISSES = 16  # calls in a row that are like none before; after that few are
 _CALLS_BEFORE_WARNING = 4  # calls in a row, after which the log says why
 _LONG_WALK_SECONDS = 1.0  # where a walk takes longer, misses are looked at until then
 _MAX_WAIT_SECONDS = 5.0  # that a call waits for a replay on another thread
+_CAPTURING_ELSEWHERE = "called while another thread captures or is watched"
 _ADVICE = {
     " changed from ": "a number that changes at every call must be a tensor (of an optimizer with fused=True or "
     "capturable=True: lr=torch.tensor(...))",
@@ -140,7 +141,7 @@ class GraphedFunction(Inlined):
             return self._run(call, "called under torch.inference_mode(), where nothing is captured")
         alone = try_capture_lock()
         if alone is None:  # the next such call captures
-            return self._run(call, "called inside another capture")
+            return self._run(call, _CAPTURING_ELSEWHERE)
         with alone, self._python():
             entry = capture(first, call, self._walker, self._pool, self._stream)
         self._seen.remove(first)
@@ -171,15 +172,20 @@ class GraphedFunction(Inlined):
             self._warn_once(f"{reason} (runs eagerly)")
             if self._on_mismatch == "eager":
                 return self._run(call, reason)
-        self._calls_since_replay += 1
-        if self._calls_since_replay == _CALLS_BEFORE_WARNING and self._seen:
+        calls = self._calls_since_replay + 1
+        if calls == _CALLS_BEFORE_WARNING and self._seen:
             change = change or change_since_seen
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             times = f"{_CALLS_BEFORE_WARNING} times in a row"
             self._warn_once(f"has run eagerly {times}, the last time since {change}{''.join(advice)}")
-        if not self._is_looked_at():
+        if not self._is_looked_at(calls):
+            self._calls_since_replay = calls
             return self._run(call, reason)
-        with self._python():
+        alone = try_capture_lock()
+        if alone is None:  # a next such call is looked at: this one does not count
+            return self._run(call, _CAPTURING_ELSEWHERE)
+        with alone, watched_call(), self._python():
+            self._calls_since_replay = calls
             result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)
         if not isinstance(entry, FunctionEntry):
@@ -189,10 +195,9 @@ class GraphedFunction(Inlined):
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 
-    def _is_looked_at(self) -> bool:
-        """Whether this call is watched, so that a next one like it is captured: of many that were like none before, few
-        are; where that takes long, ever fewer."""
-        calls = self._calls_since_replay
+    def _is_looked_at(self, calls: int) -> bool:
+        """Whether the last of so many calls in a row is watched, so that a next one like it is captured: of many that
+        were like none before, few are; where that takes long, ever fewer."""
         if self._walker.seconds > _LONG_WALK_SECONDS:
             return calls <= _CALLS_BEFORE_WARNING or calls.bit_count() == 1  # powers of two
         is_seldom = calls > _MAX_MISSES or self._walker.has_too_many_sources
@@ -364,7 +369,8 @@ def graphed(
         alive, except by a recorder, whose recording holds the memory that it reads.
 
         Calls on several threads are right, and come one after the other; while one runs the function itself, or
-        captures, those of other threads run eagerly. Copies, deep copies and pickled ones have no capture.
+        captures, those of other threads run eagerly. While another function captures, or runs its first call, first
+        calls and those that would capture do so, too. Copies, deep copies and pickled ones have no capture.
         Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
         arguments every call is eager.
 

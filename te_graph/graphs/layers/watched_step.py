@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_graph.common.capture_lock import capture_lock, watched_call
 from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.kept_state import state_kept
@@ -124,6 +125,8 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
     """
     watch = StepWatch(model, calls)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(capture_lock())
+        stack.enter_context(watched_call())
         stack.enter_context(_generators_kept(model))
         stack.enter_context(state_kept())
         stack.callback(watch.restore)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.capture_lock import capture_lock
 from te_graph.common.capture_state import RecordingMode, is_recording
 from te_graph.common.dispatch import (
     base_name,
@@ -155,7 +156,7 @@ class Recorder:
             raise RuntimeError("Recorder.capture: expected an empty recorder, got one with a recording: call reset()")
         refusals = Refusals()
         try:
-            with GeneratorWatch(refusals) as generator, HostAccessWatch(refusals):
+            with capture_lock(), GeneratorWatch(refusals) as generator, HostAccessWatch(refusals):
                 noting = contextlib.nullcontext() if states is None else states.in_recording(self._program, generator)
                 with noting, _CaptureMode(self, refusals, generator):
                     yield self
