@@ -15,6 +15,7 @@
 #include "graphs/guards/settings.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
+#include "graphs/signal_handlers.h"
 
 namespace py = pybind11;
 
@@ -184,6 +185,7 @@ void bind(py::module_& m) {
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);
     m.def("is_observed", &is_observed);
+    m.def("exchange_signal_handler", &exchange_signal_handler, py::arg("number"), py::arg("handler"));
     m.def("make_fast_call", &make_fast_call, py::arg("shown"));
     m.def(
         "fast_call",

@@ -12,6 +12,7 @@ import torch
 from te_graph._build import check_is_built_for
 from te_graph.common.capture_state import capturing
 from te_graph.common.environment import is_disabled
+from te_graph.common.held_signals import signals_held
 from te_graph.common.reasons import Reported
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.pool_and_stream import check_pool, check_stream
@@ -73,13 +74,14 @@ def capture_to_graph(graph: Graph, pool: Any = None, stream: torch.cuda.Stream |
     elif isinstance(graph, Recorder):
         watch = TensorWatch()
         try:
-            with capturing(), graph.capture(), watch:
+            with signals_held(), capturing(), graph.capture(), watch:
                 yield
         finally:
             watch.restore()
     elif isinstance(graph, torch.cuda.CUDAGraph):
         check_is_built_for(torch.device("cuda"))
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), capturing():
+        on_stream = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with signals_held(), on_stream, capturing():
             yield
         if _keeps_nodes(graph):
             graph.instantiate()  # torch would do it in the first replay

@@ -21,6 +21,7 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
+from te_graph.common.held_signals import signals_held
 from te_graph.common.own_objects import ClosedObject
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
@@ -152,17 +153,18 @@ class Handle(ClosedObject):
         reason = late.reason_to_wait(target, args, kwargs)
         if reason is not None:
             return reason
-        try:
-            sample = sample_of(self.label, args, kwargs)
-            with capture_lock():
-                if self._is_due:  # else another thread has captured meanwhile
-                    self._capture_first(late, target, sample, kwargs)
-        except Exception as error:
-            self._is_due = False
-            self._not_graphed = f"the capture failed: {self._without_label(str(error))}"
-            if late.options.on_mismatch != "eager":
-                raise
-            return self._fall_back(f"{self.label}: {self._not_graphed}")
+        with signals_held():
+            try:
+                sample = sample_of(self.label, args, kwargs)
+                with capture_lock():
+                    if self._is_due:  # else another thread has captured meanwhile
+                        self._capture_first(late, target, sample, kwargs)
+            except Exception as error:
+                self._is_due = False
+                self._not_graphed = f"the capture failed: {self._without_label(str(error))}"
+                if late.options.on_mismatch != "eager":
+                    raise
+                return self._fall_back(f"{self.label}: {self._not_graphed}")
         return None
 
     def _capture_first(
@@ -243,6 +245,7 @@ class Handle(ClosedObject):
                 alone.enter_context(capture_lock())
             except Exception as error:  # of the arguments, which costs little
                 return None, [], self._fall_back(f"{miss.message}; {_FAILED}{self._without_label(str(error))}")
+            alone.enter_context(signals_held())
             # Meanwhile another thread may have captured it, or tried to.
             entry = self._entry
             found = entry.replay(root, args, kwargs)

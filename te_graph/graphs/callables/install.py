@@ -13,6 +13,7 @@ from torch import nn
 
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import excuse_region
+from te_graph.common.held_signals import signals_held
 from te_graph.common.opaque import opaque
 from te_graph.common.own_objects import name_of_itself
 from te_graph.graphs.callables.handle import Handle
@@ -48,6 +49,7 @@ class FunctionProxy:
         return name_of_itself(self) or (operator.getitem, ((self._function,), 0))
 
 
+@signals_held()
 def capture_and_install(
     jobs: Sequence[Job], group: CaptureGroup, *, is_chain: bool, step_state: StepState | None = None
 ) -> tuple[nn.Module | FunctionProxy, ...]:

@@ -20,6 +20,7 @@ from te_graph import _C
 from te_graph.common.capture_lock import try_capture_lock, watched_call
 from te_graph.common.dispatch import function_modes
 from te_graph.common.environment import is_disabled
+from te_graph.common.held_signals import signals_held
 from te_graph.common.own_objects import name_of_itself
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
@@ -142,8 +143,13 @@ class GraphedFunction(Inlined):
         alone = try_capture_lock()
         if alone is None:  # the next such call captures
             return self._run(call, _CAPTURING_ELSEWHERE)
-        with alone, self._python():
-            entry = capture(first, call, self._walker, self._pool, self._stream)
+        with alone, signals_held():  # until it replays: handlers may change what the capture has found
+            with self._python():
+                entry = capture(first, call, self._walker, self._pool, self._stream)
+            return self._replay_new(first, entry, call)
+
+    def _replay_new(self, first: FunctionEntry, entry: FunctionEntry, call: Call) -> Any:
+        """Replay ``entry``, the capture that a call like ``first`` has just made."""
         self._seen.remove(first)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
         self._replay_orders.setdefault(entry.device, _C.ReplayOrder(entry.device))
@@ -184,7 +190,7 @@ class GraphedFunction(Inlined):
         alone = try_capture_lock()
         if alone is None:  # a next such call is looked at: this one does not count
             return self._run(call, _CAPTURING_ELSEWHERE)
-        with alone, watched_call(), self._python():
+        with alone, watched_call(), signals_held(), self._python():
             self._calls_since_replay = calls
             result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from te_graph.common.held_signals import signals_held
 from te_graph.common.reasons import said_by_reason
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import check_circumstances
@@ -33,6 +34,7 @@ _DEFAULTS = {"chain": True, "on_mismatch": "capture", "on_exhausted": "eager", "
 _MAX_REASONS = 3  # in the message when nothing is captured
 
 
+@signals_held()
 def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options: Any) -> GraphedLayers:
     """Capture the layers of a model in place, with the arguments that the model gives them in one step.
 
