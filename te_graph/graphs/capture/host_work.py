@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -92,6 +92,6 @@ class HostWork:
         if not is_last and not (is_known and self.is_settled):
             self._begin()
 
-    def _learn(self, watches: Iterable[CodeWatch]) -> None:
+    def _learn(self, watches: Sequence[CodeWatch]) -> None:
         for watch in watches:
-            self._walker.note(watch)
+            self._walker.note(watch, beside=watches)

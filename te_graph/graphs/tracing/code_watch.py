@@ -319,15 +319,18 @@ def _is_users(function: types.FunctionType) -> bool:
     return is_users_module(function.__globals__.get("__name__", ""))
 
 
-def functions_of(watch: CodeWatch, known: Iterable[types.FunctionType]) -> list[types.FunctionType]:
+def functions_of(
+    watch: CodeWatch, known: Iterable[types.FunctionType], beside: Iterable[CodeWatch] = ()
+) -> list[types.FunctionType]:
     """The functions of the user's that ``watch`` can have seen to run and that are not ``known``, as far as there are
-    any at present. What the code around it ran to make is gone with the call, and made anew by the next one."""
+    any at present. What the code around it ran to make is gone with the call, and made anew by the next one: also where
+    one of the watches ``beside`` has seen that code, as that of a forward whose backward runs a hook."""
     by_code: dict[int, list[types.FunctionType]] = {}
     for function in known:
         by_code.setdefault(id(function.__code__), []).append(function)
     found: dict[int, list[types.FunctionType]] = {}
     unknown: list[types.CodeType] = []
-    made = {id(inner) for code in watch.codes.values() for inner in code.co_consts}
+    made = {id(inner) for one in (watch, *beside) for code in one.codes.values() for inner in code.co_consts}
     for key, code in watch.users_codes():
         if key in made or _are_all(by_code.get(key, []), code, watch.variables.get(key)):
             continue

@@ -6,7 +6,7 @@ import itertools
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -51,11 +51,12 @@ class SourceWalker:
         """What the next walk goes by: equal while nothing new was noted."""
         return self._observed, len(self._seen_to_run)
 
-    def note(self, watch: CodeWatch) -> None:
-        """Remember what was seen to run, by identity, and to be asked for by name."""
+    def note(self, watch: CodeWatch, beside: Iterable[CodeWatch] = ()) -> None:
+        """Remember what ``watch`` has seen to run, by identity, and to be asked for by name. The watches ``beside`` saw
+        other parts of the same call."""
         is_first = not self._ran
         at_sources = [function for weak in self._at_sources if (function := weak()) is not None]
-        self._seen_to_run.update(dict.fromkeys(functions_of(watch, at_sources)))
+        self._seen_to_run.update(dict.fromkeys(functions_of(watch, at_sources, beside)))
         self._ran.update(watch.codes)
         self._running.update((code, None) for _, code in watch.users_codes())
         is_all_seen = watch.sees_all and (is_first or self._observed.is_all_seen)
