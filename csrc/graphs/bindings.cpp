@@ -364,6 +364,12 @@ void bind(py::module_& m) {
              py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
              py::arg("main_grad_fits"), py::arg("has_grad_buffer"), py::arg("main_grad_reset"));
 
+    py::class_<NonlinearPart>(m, "NonlinearPart")
+        .def(py::init([](std::vector<bool> outputs, std::string message) {
+                 return NonlinearPart{std::move(outputs), std::move(message)};
+             }),
+             py::arg("outputs"), py::arg("message"));
+
     py::class_<View, std::shared_ptr<View>>(m, "View")
         .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))
         .def("of", &View::of, py::arg("base"))
@@ -410,11 +416,11 @@ void bind(py::module_& m) {
         .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
-                      std::shared_ptr<CallableGuard>, bool, bool>(),
+                      std::shared_ptr<CallableGuard>, std::vector<NonlinearPart>, bool, bool>(),
              py::arg("name"), py::arg("device"), py::arg("replay_order"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"),
-             py::arg("compares_autocast_cache"), py::arg("compares_autocast_dtype"))
+             py::arg("nonlinear_parts"), py::arg("compares_autocast_cache"), py::arg("compares_autocast_dtype"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
              py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"), py::arg("host_steps"))

@@ -11,6 +11,7 @@
 
 #include "graphs/callables/callable.h"
 #include "graphs/callables/copy.h"
+#include "graphs/callables/gradient_plan.h"
 #include "graphs/callables/replay_node.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
@@ -64,9 +65,15 @@ void GraphedCallable::check_what_backward_reads() const {
                 "before the forward or after the backward");
 }
 
-// Puts the gradients of the outputs where the graph reads them; returns which outputs got one. What is in place is let
-// go of at once, so that memory lent by the graph that made it is known to be free again.
-GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
+void GraphedCallable::check_nonlinear_parts(const Bits& got) const {
+    for (const NonlinearPart& part : nonlinear_parts_) {
+        TORCH_CHECK(any_common(part.outputs, got), name_, ": ", part.message);
+    }
+}
+
+// Puts the gradients of the outputs where the graph reads them. What is in place is let go of at once, so that memory
+// lent by the graph that made it is known to be free again.
+void GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
     const auto load = [&](size_t number, at::Tensor& grad) {
         Staging& staging = *slot.grad_outputs[number];
         if (grad.defined()) {
@@ -87,11 +94,9 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
             staging.is_zero = !staging.is_lent && !staging.is_written;
         }
     };
-    Bits got(grads.size());
     std::vector<size_t> elsewhere;
     for (size_t i = 0; i < grads.size(); ++i) {
         Staging& staging = *slot.grad_outputs[i];
-        got[i] = grads[i].defined();
         if (staging.is_lent && staging.holds(grads[i])) {
             grads[i].reset();
         } else if (staging.is_lent) {
@@ -103,7 +108,6 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
     // Gradients that are still held may lie where these are to be written.
     if (!elsewhere.empty()) replay_order_->input_gradients().protect();
     for (const size_t i : elsewhere) load(i, grads[i]);
-    return got;
 }
 
 bool GraphedCallable::has_parameter(const PendingBackward& pending, const at::Tensor& leaf) const {

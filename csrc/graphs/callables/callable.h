@@ -51,6 +51,13 @@ struct InputSpec {
     bool is_cast_anew;             // autocast casts it at each of several uses, and would cast a leaf once
 };
 
+// A part of the backward that only gradients of certain outputs reach. It is not linear in them, draws random numbers or
+// writes memory outside: where none of them comes, a replay must not run it with zeros.
+struct NonlinearPart {
+    std::vector<bool> outputs;  // [differentiable outputs]
+    std::string message;
+};
+
 // A gradient whose hooks are to be called, once the backward of the callable is over: they may run another one.
 struct HookedGradient {
     at::Tensor parameter, gradient;
@@ -84,8 +91,8 @@ public:
                     std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                     std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
                     std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
-                    std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
-                    bool compares_autocast_dtype);
+                    std::shared_ptr<CallableGuard> backward_guard, std::vector<NonlinearPart> nonlinear_parts,
+                    bool compares_autocast_cache, bool compares_autocast_dtype);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -141,7 +148,8 @@ private:
     Slot& slot_of(const PendingBackward& pending) const { return *slots_[pending.lease.slot()]; }
     void check_backward(const PendingBackward& pending) const;
     void check_what_backward_reads() const;
-    Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
+    void check_nonlinear_parts(const Bits& got) const;
+    void load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up);
     void enter_grad_views(const PendingBackward& pending) const;
@@ -177,6 +185,7 @@ private:
     const std::shared_ptr<ReplayOrder> replay_order_;
     const std::shared_ptr<CallableGuard> guard_;
     const std::shared_ptr<CallableGuard> backward_guard_;  // over what Python code in the backward reads; null: nothing
+    const std::vector<NonlinearPart> nonlinear_parts_;
     const Settings settings_;
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;

@@ -19,6 +19,12 @@ bool is_same(const std::vector<std::weak_ptr<Graph>>& known, const std::vector<s
     return std::equal(known.begin(), known.end(), parts.begin(), parts.end(), equal);
 }
 
+std::vector<bool> which_are_defined(const variable_list& grads) {
+    std::vector<bool> defined;
+    for (const at::Tensor& grad : grads) defined.push_back(grad.defined());
+    return defined;
+}
+
 }  // namespace
 
 bool GraphedCallable::continues(const PendingBackward& upper, const PendingBackward& lower) const {
@@ -114,18 +120,20 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
 
     ReplayOrder& replay_order = *first.replay_order_;
     const auto alone = replay_order.enter_backward();
-    std::vector<Bits> got{first.load_grad_outputs(first.slot_of(chain.front()), grads)};
+    std::vector<Bits> got{which_are_defined(grads)};
+    for (size_t i = 0; i < chain.size(); ++i) {
+        GraphedCallable& callable = *chain[i].callable;
+        if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
+        callable.check_nonlinear_parts(got.back());
+    }
+    first.load_grad_outputs(first.slot_of(chain.front()), grads);
     // What is lent moves now: a `.grad` may be among it, and what follows plans where gradients go.
     replay_order.input_gradients().protect();
     std::vector<MainGradReset*> used_up;
     const auto on_failure = c10::make_scope_exit([&] {
         for (MainGradReset* const reset : used_up) reset->is_pending = true;
     });
-    for (size_t i = 0; i < chain.size(); ++i) {
-        GraphedCallable& callable = *chain[i].callable;
-        if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
-        callable.plan_parameters(chain[i], got.back(), used_up);
-    }
+    for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->plan_parameters(chain[i], got[i], used_up);
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
         const auto steps_of = [](const PendingBackward& one) -> HostSteps& {

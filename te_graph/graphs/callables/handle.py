@@ -60,7 +60,7 @@ class Handle(ClosedObject):
 
     def __init__(self, job: Job, step_state: StepState | None = None) -> None:
         self.label, target = job.label, job.target
-        self._parameters, self._grad_orders = job.parameters, job.grad_orders
+        self._parameters, self._gradients = job.parameters, job.gradients
         self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
@@ -305,7 +305,7 @@ class Handle(ClosedObject):
     ) -> CallableEntry:
         counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
         try:
-            job = Job(self.label, self._target(), sample, kwargs, self._parameters, self._grad_orders)
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters, self._gradients)
             return capture_all(group, [job], is_chain=False)[0]
         finally:
             self._eager_calls = counted

@@ -45,6 +45,7 @@ from te_graph.graphs.capture.kept_containers import containers_kept
 from te_graph.graphs.capture.layout import static_copy
 from te_graph.graphs.capture.links import check_links, in_place_of, stand_in
 from te_graph.graphs.capture.main_grads import refuse_fused_main_grads
+from te_graph.graphs.capture.nonlinear_parts import NonlinearParts
 from te_graph.graphs.capture.request import Job
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
@@ -84,6 +85,7 @@ class CallableCapture:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         walker: over what its code can get to.
         gradients: what the backward computes, once warmed up.
+        nonlinear_parts: of the backward, once warmed up.
         callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         layout: where the results lie, once warmed up.
@@ -104,7 +106,7 @@ class CallableCapture:
     """
 
     def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
-        self.label, self.root, self._grad_orders = job.label, job.target, job.grad_orders
+        self.label, self.root, self._grad_orders = job.label, job.target, job.gradients.orders
         self.group = group
         self.backend = group.backend
         self.signature = signature
@@ -277,12 +279,13 @@ class CallableCapture:
             self.layout.warn_about_rounding(self.label)
             if is_last and self._copies:
                 hidden = self.result.numbers_of_last(len(self._copies))
-                names = self.signature.distinct_names
-                self.changed.find_views(self.label, names, tensors, self._copies, hidden)
-            outputs = self.layout.outputs_of(tensors) if is_last else tensors
+                self.changed.find_views(self.label, self.signature.distinct_names, tensors, self._copies, hidden)
+            outputs = [t for t in (self.layout.outputs_of(tensors) if is_last else tensors) if t.requires_grad]
         in_backward = BackwardWatch(work.sources, aside=self._hooks)
-        with watch, in_backward:
-            self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        parts = NonlinearParts(outputs if is_last else [], work.sources, self.group.device, watch)
+        with watch, in_backward, parts:
+            self.gradients = self._find_gradients(outputs, inputs)
+        self.nonlinear_parts = parts.found
         self.grad_buffers.note(steps)
         self._runs_compiled = code.runs_compiled or in_backward.runs_compiled
         work.note(code, in_backward, is_last=is_last)
@@ -398,10 +401,7 @@ class CallableCapture:
             slot.grad_inputs[i] = grad
         for i, each in uses.grads_per_use.items():
             slot.use_grads[i] = self.backend.results(each, slot.backward)
-        for staging in slot.grad_outputs:
-            external = births.externals.get(storage_key(staging.tensor))
-            if external is not None and external.written:
-                staging.note_write()
+        slot.note_writes(births.externals)
 
     def destinations(self) -> list[Destination]:
         """Where the gradients of the parameters go, one each."""

@@ -25,6 +25,20 @@ _NAME = "make_graphed_callables"
 
 
 @dataclass(frozen=True)
+class SeenGradients:
+    """What a step has shown of the gradients that the results of a callable get.
+
+    Attributes:
+        orders: number of a result -> the order in which the dimensions of its gradient lie, where that is another one
+            than its own.
+        missing: numbers of the results that got none, where others got one.
+    """
+
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    missing: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Job:
     """One callable to be captured.
 
@@ -32,8 +46,7 @@ class Job:
         sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``, or, without
             samples, not known yet.
         parameters: of the callable, from ``parameters_of``.
-        grad_orders: number of a result -> the order in which the dimensions of its gradient lie, where that is known to
-            be another one than its own.
+        gradients: what is known of those that its results get.
     """
 
     label: str
@@ -41,7 +54,7 @@ class Job:
     sample: tuple[Signature, list[Tensor]] | None
     kwargs: dict[str, Any]
     parameters: inspect.Signature | None
-    grad_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    gradients: SeenGradients = SeenGradients()
 
 
 @dataclass(frozen=True)

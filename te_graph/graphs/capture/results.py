@@ -156,6 +156,11 @@ class ResultLayout:
         """The numbers of the results that are one of ``outputs`` themselves."""
         return {number for number in range(len(self.results)) if self.output_that_is(number) in outputs}
 
+    def results_in(self, outputs: Collection[int]) -> set[int]:
+        """The numbers of the results that are one of ``outputs`` or a view of it."""
+        each = enumerate(self.results)
+        return {number for number, one in each if one.origin == _Origin.OUTPUT and one.number in outputs}
+
     def lies_in_chain(self, number: int, links: Collection[int]) -> bool:
         """True when result ``number`` lies in memory of the graph, or in that of one of the inputs ``links``, which
         lie in a predecessor's."""

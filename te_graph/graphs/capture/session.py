@@ -30,6 +30,7 @@ from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, orderless_parameters
 from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad
+from te_graph.graphs.capture.nonlinear_parts import NonlinearPart
 from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.sample_advice import check_sample, left_out
 from te_graph.graphs.capture.wrappers import watching_wrappers
@@ -132,6 +133,9 @@ def _warm_up(
     advice = left_out(job.parameters, capture.signature)
     with explained(capture.label, "the warm-up", advice=advice), capture.backend.watch_generator(capture.label):
         capture.warm_up()
+    for part in capture.nonlinear_parts:
+        if _results_of(capture, part) <= job.gradients.missing:
+            raise RuntimeError(f"{capture.label}: {_message_of(capture, part)}")
 
 
 def _begin(
@@ -329,6 +333,9 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         results=[] if layout.is_plain else [result.spec(capture.label, callable_guard) for result in layout.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
+        nonlinear_parts=[
+            _C.NonlinearPart(list(part.outputs), _message_of(capture, part)) for part in capture.nonlinear_parts
+        ],
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
         compares_autocast_dtype=not capture.walker.names.said.isdisjoint(_ASKS_FOR_AUTOCAST_DTYPE),
     )
@@ -379,6 +386,22 @@ def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
             )
         )
     return specs
+
+
+def _results_of(capture: CallableCapture, part: NonlinearPart) -> set[int]:
+    """The numbers of the results that alone lead to ``part`` of the backward."""
+    return capture.layout.results_in(set(itertools.compress(capture.output_numbers, part.outputs)))
+
+
+def _message_of(capture: CallableCapture, part: NonlinearPart) -> str:
+    """Of the error where these get no gradient."""
+    numbers = sorted(_results_of(capture, part))
+    results, them = (f"result {numbers[0]}", "that") if len(numbers) == 1 else (f"results {numbers}", "these")
+    return (
+        f"no gradient comes for {results}, and the backward of {them} alone {part.does}: eager execution leaves that "
+        f"out, and a replay would run it with zeros. Use {them} in what backward is called on, or compute {them} by a "
+        "callable apart"
+    )
 
 
 def _input_specs(capture: CallableCapture) -> list[_C.InputSpec]:

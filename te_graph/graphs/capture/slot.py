@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
+from te_graph.graphs.tracing.externals import External
 
 
 @dataclass
@@ -36,6 +37,13 @@ class Slot:
     def lent_storages(self) -> set:
         """Of the successor's input gradients, where the backward reads its own."""
         return {storage_key(staging.tensor) for staging in self.grad_outputs if staging.is_lent}
+
+    def note_writes(self, externals: Mapping[int, External]) -> None:
+        """Of the backward, which used ``externals``: gradients of results that it writes are not zero afterwards."""
+        for staging in self.grad_outputs:
+            external = externals.get(storage_key(staging.tensor))
+            if external is not None and external.written:
+                staging.note_write()
 
     def owned(self, grads: Iterable[Tensor], are_linked: Iterable[bool], own_storages: Container[int]) -> list[Tensor]:
         """``grads`` [...] of inputs, one each, to be handed out: clones where they lie in memory that is written by

@@ -123,12 +123,12 @@ def _has_tensor_of(source: Source, storages: Collection[int]) -> bool:
 def _nearest(sources: list[Source], storages: Collection[int]) -> list[Source]:
     """Where tensors of ``storages`` stand that the code does not name: in te_graph's own objects, and else in what the
     callable, the first of ``sources``, refers to, as far as the furthest of their first ones."""
-    own = [one for one in _own_tensors_of_modules(sources) if _has_tensor_of(one, storages)]
+    own = [one for one in own_tensors_of_modules(sources) if _has_tensor_of(one, storages)]
     missing = set(storages) - set(map(_storage_at, own))
     return [*own, *_nearest_below(sources[0].obj, missing)] if missing else own
 
 
-def _own_tensors_of_modules(sources: list[Source]) -> Iterator[Source]:
+def own_tensors_of_modules(sources: list[Source]) -> Iterator[Source]:
     """What te_graph keeps for the modules at ``sources``, wherever the code has found them."""
     for source in sources:
         if isinstance(source.obj, nn.Module) and source.again is None:

@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from te_graph.common.dispatch import is_in_backward, is_strided, version_of
 from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.capture.layout import order_of_dims
+from te_graph.graphs.capture.request import SeenGradients
 from te_graph.graphs.layers.autocast_state import AutocastState
 from te_graph.graphs.layers.call_arguments import CallArguments, SampleValues, UnfitArgumentError
 
@@ -38,6 +39,7 @@ class LayerCall:
         inner: the calls that its forward makes.
         grad_orders: number of a result -> the order of the dimensions of its gradient, where the backward gave one in
             another order than the result's own.
+        gradients_came: number of a differentiable result -> whether the backward gave it a gradient.
     """
 
     module: nn.Module | None = None
@@ -49,14 +51,23 @@ class LayerCall:
     fed_by: list[LayerCall] = field(default_factory=list)
     inner: list[LayerCall] = field(default_factory=list)
     grad_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    gradients_came: dict[int, bool] = field(default_factory=dict)
 
     def note_gradients(self, results: Sequence[Tensor]) -> None:
-        """Let the backward note how the gradients of ``results`` [...] lie. A graph of autograd that the step leaves
-        holds no more of the call than ``grad_orders``."""
+        """Let the backward note which of ``results`` [...] get a gradient, and how it lies. A graph of autograd that
+        the step leaves holds no more of the call than ``grad_orders`` and ``gradients_came``."""
         for number, result in enumerate(results):
             if result.grad_fn is not None and is_strided(result):
                 own = order_of_dims(result)
-                result.register_hook(functools.partial(_note_gradient, self.grad_orders, number, own))
+                self.gradients_came[number] = False
+                note = functools.partial(_note_gradient, self.grad_orders, self.gradients_came, number, own)
+                result.register_hook(note)
+
+    def seen_gradients(self) -> SeenGradients:
+        """What was noted of them; nothing where the step had no backward, or passed the call by."""
+        missing = [number for number, came in self.gradients_came.items() if not came]
+        is_known = len(missing) < len(self.gradients_came)
+        return SeenGradients(dict(self.grad_orders), frozenset(missing if is_known else ()))
 
     def below(self) -> Iterator[LayerCall]:
         """The calls inside, in order."""
@@ -150,10 +161,15 @@ class LayerCalls:
 
 
 def _note_gradient(
-    orders: dict[int, tuple[int, ...]], number: int, own: tuple[int, ...] | None, grad: Tensor | None
+    orders: dict[int, tuple[int, ...]],
+    came: dict[int, bool],
+    number: int,
+    own: tuple[int, ...] | None,
+    grad: Tensor | None,
 ) -> None:
     """Enter into ``orders`` how ``grad`` [...] of result ``number`` lies, unless in the result's ``own`` order, or
-    autograd has none for it (an autograd Function gave None)."""
+    autograd has none for it (an autograd Function gave None), and into ``came`` that it came."""
+    came[number] = came[number] or grad is not None
     orders.pop(number, None)
     order = order_of_dims(grad) if grad is not None and is_strided(grad) else None
     if order is None or own is None:

@@ -93,7 +93,7 @@ class LayerCaptures:
         args, kwargs = call.arguments.samples()
         sample = sample_of(label, args, kwargs)
         self._devices[call] = common_device((label,), (module,), [sample[1]])
-        self._jobs[call] = Job(label, module, sample, kwargs, parameters_of(module), dict(call.grad_orders))
+        self._jobs[call] = Job(label, module, sample, kwargs, parameters_of(module), call.seen_gradients())
 
     def _label(self, module: nn.Module) -> str:
         return f"{self.names[module]} ({_kind(module).__name__})"

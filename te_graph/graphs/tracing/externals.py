@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,7 @@ class TensorWatch(AsWrittenMode):
         externals: storage identity -> External, in order of first use. The storages are kept alive.
         mutated_owned: storage identity -> (op, site) of the first write to a tensor in ``owned``.
         nested: the first use of nested tensors, if any, which no graph can hold.
+        writes: storage identity -> how often an external tensor there was written.
     """
 
     supports_higher_order_operators = True
@@ -91,6 +93,7 @@ class TensorWatch(AsWrittenMode):
         self.externals: dict[int, External] = {}
         self.mutated_owned: dict[int, tuple[str, str]] = {}
         self.nested: Refusal | None = None
+        self.writes: Counter[int] = Counter()
         # Weak references pin the identity of a storage (no later storage gets the same one) but not its memory.
         self._owned = {storage_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
         self._produced: dict[int, StorageWeakRef] = {}
@@ -225,6 +228,7 @@ class TensorWatch(AsWrittenMode):
         external.read |= not is_written or keeps
         external.written |= is_written
         if is_written:
+            self.writes[key] += 1
             self.keep(tensor)
 
     def _note_export(self, tensor: Tensor) -> None:
