@@ -18,6 +18,10 @@ public:
     virtual ~GradView() = default;
     // In a backward, before it writes to the memory.
     virtual void enter_backward() = 0;
+    // What has written to it has been launched.
+    virtual void note_accumulated() = 0;
+    // Whether that is awaited, so that it should be told as soon as it is so.
+    virtual bool is_awaited() const = 0;
     // [...] like the parameter.
     virtual const at::Tensor& memory() const = 0;
     // Of the parameter's main_grad, which the memory is; null where it is .grad.

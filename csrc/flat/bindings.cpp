@@ -29,15 +29,20 @@ at::Tensor view_in_buffer(const at::Tensor& buffer, int64_t offset, const at::Te
 void bind(py::module_& m) {
     m.def("view_in_buffer", &view_in_buffer, py::arg("buffer"), py::arg("offset"), py::arg("like"));
     py::class_<Backwards, std::shared_ptr<Backwards>>(m, "Backwards")
-        .def(py::init([](py::function begin, py::function end) {
-                 return std::make_shared<Backwards>(with_gil<>(std::move(begin)), with_gil<>(std::move(end)));
+        .def(py::init([](py::function begin, py::function ready, py::function end, const std::vector<size_t>& sizes) {
+                 const auto asks = [held = held_on_any_thread(std::move(begin))] {
+                     const py::gil_scoped_acquire gil;
+                     return (*held)().cast<bool>();
+                 };
+                 return std::make_shared<Backwards>(
+                     BackwardCalls{asks, with_gil<size_t>(std::move(ready)), with_gil<size_t>(std::move(end))}, sizes);
              }),
-             py::arg("begin"), py::arg("end"));
+             py::arg("begin"), py::arg("ready"), py::arg("end"), py::arg("bucket_sizes"));
     py::class_<FlatGradient, std::shared_ptr<FlatGradient>>(m, "FlatGradient")
-        .def(py::init<std::string, at::Tensor, at::Tensor, at::Tensor, std::shared_ptr<MainGradReset>,
+        .def(py::init<size_t, std::string, at::Tensor, at::Tensor, at::Tensor, std::shared_ptr<MainGradReset>,
                       std::shared_ptr<Backwards>>(),
-             py::arg("name"), py::arg("parameter"), py::arg("data"), py::arg("memory"), py::arg("reset"),
-             py::arg("backwards"))
+             py::arg("number"), py::arg("name"), py::arg("parameter"), py::arg("data"), py::arg("memory"),
+             py::arg("reset"), py::arg("backwards"))
         .def("attach", &FlatGradient::attach)
         .def("detach", &FlatGradient::detach)
         .def("is_missing",

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "common/autograd_meta.h"
+#include "common/current_stream.h"
 #include "common/dtype_name.h"
 #include "common/leaf.h"
 
@@ -33,9 +34,11 @@ bool comes_last(const torch::autograd::AutogradMeta& leaf) {
 
 }  // namespace
 
-FlatGradient::FlatGradient(std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
-                           std::shared_ptr<MainGradReset> reset, const std::shared_ptr<Backwards>& backwards)
-    : name_(std::move(name)),
+FlatGradient::FlatGradient(size_t number, std::string name, const at::Tensor& parameter, at::Tensor data,
+                           at::Tensor memory, std::shared_ptr<MainGradReset> reset,
+                           const std::shared_ptr<Backwards>& backwards)
+    : number_(number),
+      name_(std::move(name)),
       parameter_(parameter.getIntrusivePtr()),
       data_(std::move(data)),
       memory_(std::move(memory)),
@@ -129,9 +132,19 @@ void FlatGradient::drop() {
 void FlatGradient::enter_backward() {
     const auto backwards = backwards_.lock();
     TORCH_CHECK(backwards, "FlatParameters: the gradient of ", name_,
-                " lies in the buffer of a FlatParameters that is "
-                "gone: keep it for as long as the model trains");
-    backwards->enter();
+                " lies in the buffer of a FlatParameters that is gone: keep it for as long as the model trains");
+    backwards->enter(number_, name_);
+}
+
+void FlatGradient::note_accumulated() {
+    if (const auto backwards = backwards_.lock()) backwards->note_accumulated(number_, stream());
+}
+
+int64_t FlatGradient::stream() const { return memory_.is_cpu() ? 0 : current_stream(memory_.device()).id(); }
+
+bool FlatGradient::is_awaited() const {
+    const auto backwards = backwards_.lock();
+    return backwards && backwards->looks_early();
 }
 
 at::Tensor FlatGradient::renew() {
@@ -144,23 +157,29 @@ variable_list FlatGradient::receive(const variable_list& grads) {
     if (!parameter.defined() || !parameter.requires_grad() || !accumulates_into(parameter)) return grads;
     enter_backward();
     const at::Tensor& grad = grads.front();
-    if (!grad.defined()) return grads;
+    if (!grad.defined()) {  // what computes it has added it up by itself, or there is none
+        note_accumulated();
+        return grads;
+    }
     TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "FlatParameters: expected a dense gradient of ", name_,
                      ", got one of layout ", grad.layout(), " (torch.nn.Embedding: sparse=False)");
     // What is left to AccumulateGrad is fetched at the end of the backward: a gradient with a graph of its own, that
     // of hooks which come later, and one for a .grad of the user's.
-    if (at::GradMode::is_enabled() || parameter.grad().defined()) return grads;
-    if (!reset_) {
+    const bool is_left = at::GradMode::is_enabled() || parameter.grad().defined() ||
+                         (reset_ && !comes_last(*autograd_meta_of(parameter)));
+    if (!reset_ || is_left) {
+        if (const auto backwards = backwards_.lock()) backwards->note_received(number_, stream());
+        if (is_left) return grads;
         at::Tensor fresh = renew();
         fresh.copy_(grad);
         return {std::move(fresh)};
     }
-    if (!comes_last(*autograd_meta_of(parameter))) return grads;
     if (reset_->is_pending.exchange(false)) {
         memory_.copy_(grad);
     } else {
         memory_.add_(grad);
     }
+    note_accumulated();
     return {at::Tensor()};
 }
 

@@ -15,9 +15,9 @@ namespace te_graph::flat {
 
 class FlatGradient final : public GradView, public std::enable_shared_from_this<FlatGradient> {
 public:
-    // name: of the parameter, for messages. parameter: [...], a leaf. data, memory: [...] like the parameter, where its
+    // number: among those that `backwards` knows. name: of the parameter, for messages. parameter: [...], a leaf. data, memory: [...] like the parameter, where its
     // values and its gradient lie in flat buffers. reset: of main_grad; null: the memory is .grad.
-    FlatGradient(std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
+    FlatGradient(size_t number, std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
                  std::shared_ptr<MainGradReset> reset, const std::shared_ptr<Backwards>& backwards);
 
     void attach();
@@ -41,6 +41,8 @@ public:
     void drop();
 
     void enter_backward() override;
+    void note_accumulated() override;
+    bool is_awaited() const override;
     const at::Tensor& memory() const override { return memory_; }
     const std::shared_ptr<MainGradReset>& main_grad_reset() const override { return reset_; }
     void protect() override { lent_.protect(); }
@@ -50,7 +52,9 @@ public:
 private:
     at::Tensor parameter() const;
     bool is_memory(const at::Tensor& grad) const;
+    int64_t stream() const;  // that the caller launches on
 
+    const size_t number_;
     const std::string name_;
     const c10::weak_intrusive_ptr<c10::TensorImpl> parameter_;
     const at::Tensor data_, memory_;

@@ -32,7 +32,6 @@ class FlatBuffer:
         grad_dtype: torch.dtype,
         bucket_bytes: int,
         ranks: int,
-        backwards: _C.Backwards,
     ) -> None:
         """Allocates only; ``attach`` moves the parameters.
 
@@ -41,7 +40,6 @@ class FlatBuffer:
             grad_dtype: of their gradients.
             bucket_bytes: of gradients, from which on a bucket is full.
             ranks: among which buckets are divided.
-            backwards: what is told when gradients are about to be written.
         """
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -62,33 +60,36 @@ class FlatBuffer:
             ]
             for values in (self.data, self.grads)
         )
-        self.gradients = [
-            _C.FlatGradient(
-                name=name,
-                parameter=parameter,
-                data=place,
-                memory=memory,
-                reset=gradient_state(parameter).main_grad_reset if self.has_main_grads else None,
-                backwards=backwards,
-            )
-            for name, parameter, place, memory in zip(
-                self.names, self.parameters, self._places, self.memories, strict=True
-            )
-        ]
-
-        self.all_gradients = _C.FlatGradients(self.gradients)
-        self.bucket_gradients = [
-            _C.FlatGradients(self.gradients[bucket.members.start : bucket.members.stop])
-            for bucket in self.layout.buckets
-        ]
 
     @property
     def has_main_grads(self) -> bool:
         """Whether gradients are ``main_grad``, of another dtype than the parameters; else they are ``.grad``."""
         return self.grads.dtype != self.data.dtype
 
-    def attach(self) -> None:
-        """Move the parameters and the gradients that they have into the buffers."""
+    def attach(self, backwards: _C.Backwards, first: int) -> None:
+        """Move the parameters and the gradients that they have into the buffers.
+
+        Args:
+            backwards: what is told when gradients are about to be written.
+            first: number of the first one there.
+        """
+        self.gradients = [
+            _C.FlatGradient(
+                number=first + number,
+                name=self.names[number],
+                parameter=parameter,
+                data=self._places[number],
+                memory=self.memories[number],
+                reset=gradient_state(parameter).main_grad_reset if self.has_main_grads else None,
+                backwards=backwards,
+            )
+            for number, parameter in enumerate(self.parameters)
+        ]
+        self.all_gradients = _C.FlatGradients(self.gradients)
+        self.bucket_gradients = [
+            _C.FlatGradients(self.gradients[bucket.members.start : bucket.members.stop])
+            for bucket in self.layout.buckets
+        ]
         with torch.no_grad():
             for number, (parameter, place) in enumerate(zip(self.parameters, self._places, strict=True)):
                 place.copy_(parameter)
@@ -106,11 +107,14 @@ class FlatBuffer:
             state = gradient_state(parameter)
             state.flat_gradient = state.grad_memory = None
 
-    def settle_(self) -> None:
-        """Add to each ``main_grad`` what autograd has left in ``.grad``."""
+    def settle_(self, bucket: int | None = None) -> None:
+        """Add to each ``main_grad``, of one bucket or of all, what autograd has left in ``.grad``."""
         if not self.has_main_grads:
             return
-        for parameter, memory in zip(self.parameters, self.memories, strict=True):
+        members = slice(None)
+        if bucket is not None:
+            members = slice(self.layout.buckets[bucket].members.start, self.layout.buckets[bucket].members.stop)
+        for parameter, memory in zip(self.parameters[members], self.memories[members], strict=True):
             if parameter.grad is None:
                 continue
             reset = gradient_state(parameter).main_grad_reset
@@ -128,6 +132,7 @@ class FlatBuffer:
         Args:
             adopts: what was missing is there afterwards.
         """
+        self.settle_(bucket)
         gradients = self.all_gradients if bucket is None else self.bucket_gradients[bucket]
         first = 0 if bucket is None else self.layout.buckets[bucket].members.start
         gradients.note_read()

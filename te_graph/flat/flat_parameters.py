@@ -69,9 +69,12 @@ class FlatParameters(GradientParts):
         shard: "none", all ranks have all gradients; "optimizer", each rank has those of its parts of the buckets alone,
             for ``optimizer``.
         gradient_scale: a factor that reductions multiply gradients by, beside the mean over ranks.
+        overlap: reduce buckets during the last backward, each as soon as its gradients are there, from the second one
+            that reduces on; by then it is known how often each is accumulated. A backward that accumulates one more
+            often than those before is an error.
 
     Attributes:
-        process_group, peer_group, grad_dtype, shard, gradient_scale: as given, or made.
+        process_group, peer_group, grad_dtype, shard, gradient_scale, overlap: as given, or made.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
 
     Raises:
@@ -96,6 +99,7 @@ class FlatParameters(GradientParts):
         bucket_bytes: int = BUCKET_BYTES,
         shard: str = "none",
         gradient_scale: float = 1.0,
+        overlap: bool = True,
     ) -> None:
         named = named_parameters(module_or_params)
         check_shard(shard)
@@ -103,6 +107,7 @@ class FlatParameters(GradientParts):
         if is_captured(named[0][1].device):
             raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
         self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
+        self.overlap = bool(overlap)
         self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
         if self.process_group is not None and self.process_group.size() > 1:
             settings = f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}"
@@ -112,13 +117,21 @@ class FlatParameters(GradientParts):
         refuse_foreign_optimizers()
         self._reduction = Reduction(self.peer_group, shard != "none", self.gradient_scale)
         self._syncs = True
-        self._carried: list[Tensor] = []
+        self._carried: dict[FlatBuffer, Tensor] = {}  # what is not to be reduced again, [n] each
         self._lock = threading.RLock()
-        begin, end = _weak_method(self, "_before_backward"), _weak_method(self, "_after_backward")
-        self._backwards = _C.Backwards(begin=begin, end=end)
+        self._stream: torch.cuda.Stream | None = None
         self.buffers = self._make_buffers(named, bucket_bytes)
+        self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
+        self._backwards = _C.Backwards(
+            begin=_weak_method(self, "_before_backward"),
+            ready=_weak_method(self, "_reduce_ready"),
+            end=_weak_method(self, "_after_backward"),
+            bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
+        )
+        first = 0
         for buffer in self.buffers:
-            buffer.attach()
+            buffer.attach(self._backwards, first)
+            first += len(buffer.parameters)
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = weakref.ref(self)
             self._reduction.broadcast_(buffer.data)
@@ -147,7 +160,7 @@ class FlatParameters(GradientParts):
         """
         with self._lock:
             self.check_places()
-            self._reduce()
+            self._reduce(0)
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
@@ -247,9 +260,7 @@ class FlatParameters(GradientParts):
         for name, parameter in reversed(named):  # as their gradients come
             of_dtypes.setdefault(parameter.dtype, []).append((name, parameter))
         ranks = 1 if self.peer_group is None else self.peer_group.world_size
-        return [
-            FlatBuffer(members, self.grad_dtype, bucket_bytes, ranks, self._backwards) for members in of_dtypes.values()
-        ]
+        return [FlatBuffer(members, self.grad_dtype, bucket_bytes, ranks) for members in of_dtypes.values()]
 
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it."""
@@ -260,8 +271,8 @@ class FlatParameters(GradientParts):
                     "assign=True before; call close() first where that comes later"
                 )
 
-    def _before_backward(self) -> None:
-        """Called before the first gradient of a backward is written."""
+    def _before_backward(self) -> bool:
+        """Called before the first gradient of a backward is written. Returns whether buckets may be reduced in it."""
         with self._lock:
             if is_captured(self.buffers[0].data.device):
                 raise RuntimeError(
@@ -271,14 +282,21 @@ class FlatParameters(GradientParts):
             self.check_places()
             if any([buffer.all_gradients.take_reduced() for buffer in self.buffers]):
                 self._carry()
+            return self._syncs and self.overlap and self._reduction.group is not None
 
-    def _after_backward(self) -> None:
-        """Called when all gradients of a backward have been written."""
+    @torch.no_grad()
+    def _reduce_ready(self, number: int) -> None:
+        """Called within a backward: all gradients of bucket ``number`` have been written, on the current stream."""
+        with self._lock, self._beside():
+            self._reduce_bucket(number)
+
+    def _after_backward(self, first: int) -> None:
+        """Called when all gradients of a backward have been written; buckets before ``first`` have been reduced."""
         with self._lock:
             for buffer in self.buffers:
                 buffer.settle_()
-            if self._syncs:
-                self._reduce()
+            if self._syncs or first > 0:
+                self._reduce(first)
 
     def _carry(self) -> None:
         """Put what has been reduced and not been dropped aside, where it must not be reduced again."""
@@ -286,9 +304,8 @@ class FlatParameters(GradientParts):
             not gradient.is_missing() for buffer in self.buffers for gradient in buffer.gradients
         ):
             return
-        if not self._carried:
-            self._carried = [torch.zeros_like(buffer.grads) for buffer in self.buffers]
-        for buffer, carried in zip(self.buffers, self._carried, strict=True):
+        for buffer in self.buffers:
+            carried = self._carried[buffer] = torch.zeros_like(buffer.grads)
             for number, gradient in enumerate(buffer.gradients):
                 if not gradient.is_missing() and gradient.elsewhere() is None:
                     begin = buffer.layout.offsets[number]
@@ -297,13 +314,33 @@ class FlatParameters(GradientParts):
                     buffer.grads[begin:end].fill_(-0.0)
 
     @torch.no_grad()
-    def _reduce(self) -> None:
-        for number, buffer in enumerate(self.buffers):
-            for place, bucket in enumerate(buffer.layout.buckets):
-                carried = self._carried[number][bucket.begin : bucket.end] if self._carried else None
-                self._reduction.run_(buffer, place, carried)
+    def _reduce(self, first: int) -> None:
+        with self._beside() if first > 0 else contextlib.nullcontext():
+            for number in range(first, len(self._buckets)):
+                self._reduce_bucket(number)
+        if first > 0 and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for buffer in self.buffers:
             buffer.all_gradients.note_reduced()
-        self._carried = []
+        self._carried.clear()
+
+    def _reduce_bucket(self, number: int) -> None:
+        buffer, place = self._buckets[number]
+        bucket, carried = buffer.layout.buckets[place], self._carried.get(buffer)
+        self._reduction.run_(buffer, place, None if carried is None else carried[bucket.begin : bucket.end])
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU on a stream of its own, behind what is on the current one by now."""
+        device = self.buffers[0].data.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 def _groups(
@@ -322,12 +359,13 @@ def _groups(
 
 
 def _weak_method(owner: Any, name: str) -> Any:
-    """``owner.name()`` while ``owner`` lives."""
+    """``owner.name``, which does not keep ``owner`` alive."""
     reference = weakref.ref(owner)
 
-    def call() -> None:
+    def call(*args: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            getattr(alive, name)()
+        if alive is None:
+            raise RuntimeError("FlatParameters: expected it to be kept for as long as the model trains, it is gone")
+        return getattr(alive, name)(*args)
 
     return call

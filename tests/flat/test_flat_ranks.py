@@ -234,6 +234,20 @@ def test_norms_have_the_same_bits_however_gradients_are_shared(ranks):
     ranks.run(scenario_norm, 5)
 
 
+def scenario_unused(rank: Rank) -> None:
+    """What no rank has used has zeros afterwards, not the values of an earlier step."""
+    flat, model, _ = make(rank)
+    for uses_all in (True, False):
+        train_step(flat, model, rank, batches(rank), uses_all)
+        assert bool(model.sometimes.weight.grad.any()) == uses_all
+        model.zero_grad()
+    flat.close()
+
+
+def test_what_no_rank_has_used(ranks):
+    ranks.run(scenario_unused, 8)
+
+
 def scenario_differs(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(3, 4 + rank.rank % 2), nn.Linear(4, 2))
     with pytest.raises(
@@ -245,3 +259,66 @@ def scenario_differs(rank: Rank) -> None:
 
 def test_models_that_differ_are_refused(ranks):
     ranks.run(scenario_differs, 4)
+
+
+def scenario_overlap(rank: Rank, graphed: bool) -> None:
+    """From the second backward that reduces on buckets are reduced while it goes on, in their order; what is reduced
+    by then is right, also where a rank does not use a parameter, and with hooks that come late."""
+    flat, model, _ = make(rank, bucket_bytes=2048)
+    if graphed:
+        samples = tuple((torch.randn(2, 3, 12, device=rank.device, requires_grad=True),) for _ in range(3))
+        tg.make_graphed_callables(tuple(model.blocks), samples, chain=True)
+    flat_late, late, _ = make(rank, bucket_bytes=2048, overlap=False)
+    late.load_state_dict(model.state_dict())
+    early: list[int] = []
+    reduce_ready = flat._reduce_ready
+    flat._reduce_ready = lambda number: (early.append(number), reduce_ready(number))
+    count = len(flat.buffers[0].layout.buckets)
+    for step in range(4):
+        early.clear()
+        drawn = batches(rank)
+        uses_all = step != 2 or rank.rank == 0
+        for one, owner in ((model, flat), (late, flat_late)):
+            train_step(owner, one, rank, drawn, uses_all)
+        # The last gradient that autograd accumulates is known to be there at the end. Bucket 1 has the parameter that
+        # is not always used, and those behind wait for it.
+        expected = [] if step == 0 else [0, 1, 2] if uses_all else [0]
+        assert early == expected, (early, step)
+        assert len(early) < count
+        for one, other in zip(gradients_of(model), gradients_of(late), strict=True):
+            assert same_bits(one, other), step
+        flat.zero_grad()
+        flat_late.zero_grad()
+    flat.close()
+    flat_late.close()
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+def test_buckets_are_reduced_while_the_backward_goes_on(ranks, graphed):
+    ranks.run(scenario_overlap, 6, graphed)
+
+
+def scenario_more_often(rank: Rank) -> None:
+    """A gradient that comes once more than ever before is refused where its bucket is under way."""
+    flat, model, _ = make(rank, bucket_bytes=2048)
+    samples = tuple((torch.randn(2, 3, 12, device=rank.device, requires_grad=True),) for _ in range(3))
+    tg.make_graphed_callables(tuple(model.blocks), samples, max_in_flight=2)
+    x = torch.randn(2, 3, 12, device=rank.device, requires_grad=True)
+
+    def run(count: int) -> None:
+        y = x
+        for block in [*model.blocks] + [model.blocks[2]] * (count - 1):
+            y = block(y)
+        model.head(y).sum().backward()
+
+    for _ in range(2):
+        run(1)
+    # The last block's gradients are accumulated twice: by the second use first, which completes the bucket.
+    with pytest.raises(RuntimeError, match=r"the gradient of blocks.2.* is accumulated more often .* overlap=False"):
+        run(2)
+    flat.zero_grad()
+    flat.close()
+
+
+def test_a_gradient_that_comes_once_more_is_refused(ranks):
+    ranks.run(scenario_more_often, 7)

@@ -196,7 +196,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
     }
     if (slot.last_update.is_repeated) {
         for (const auto& [impl, facts] : slot.last_update.destinations) impl->bump_version();
-        return;
+        return note_accumulated(pending);
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const at::Tensor& parameter = (*pending.externals)[parameters_[i].tensor];
@@ -238,6 +238,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
                 break;
         }
     }
+    note_accumulated(pending);
     for (const int i : pending.autograd_parameters) {
         const bool returns = slot.updates[i].action == GradientAction::kReturn;
         results.gradients.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());

@@ -153,6 +153,8 @@ private:
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up);
     void enter_grad_views(const PendingBackward& pending) const;
+    void note_accumulated(const PendingBackward& pending) const;
+    bool is_awaited(const PendingBackward& pending) const;
     void note_use_outside(size_t parameter);
     void warn_of_lost_gradients();
     void warn_of_autocast();

@@ -75,10 +75,12 @@ bool GraphedCallable::leaves_nothing_behind(const PendingBackward& pending) cons
 }
 
 // The graph of all `chain`, or null when they have to be launched one by one: gradients that are missing between them
-// must be zeroed, and what is left behind be taken away, in between.
+// must be zeroed, and what is left behind be taken away, in between, or gradients of one are awaited before the next.
 std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward>& chain,
                                                const std::vector<Bits>& got) {
     if (chain.size() < 2) return nullptr;
+    const auto is_awaited = [](const PendingBackward& pending) { return pending.callable->is_awaited(pending); };
+    if (std::any_of(chain.begin(), chain.end(), is_awaited)) return nullptr;
     std::vector<std::shared_ptr<Graph>> parts;
     for (size_t i = 0; i < chain.size(); ++i) {
         const GraphedCallable& callable = *chain[i].callable;

@@ -161,6 +161,22 @@ void GraphedCallable::enter_grad_views(const PendingBackward& pending) const {
     }
 }
 
+// Tells them that they have been.
+void GraphedCallable::note_accumulated(const PendingBackward& pending) const {
+    const Slot& slot = slot_of(pending);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        GradView* const view = grad_view_of((*pending.externals)[parameters_[i].tensor]);
+        if (view && (slot.last_update.is_repeated || accumulates(slot.updates[i].action))) view->note_accumulated();
+    }
+}
+
+bool GraphedCallable::is_awaited(const PendingBackward& pending) const {
+    return std::any_of(parameters_.begin(), parameters_.end(), [&](const ParameterSpec& spec) {
+        const GradView* const view = grad_view_of((*pending.externals)[spec.tensor]);
+        return view && view->is_awaited();
+    });
+}
+
 // Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.
 void GraphedCallable::note_use_outside(size_t parameter) {
     ParameterSpec& spec = parameters_[parameter];

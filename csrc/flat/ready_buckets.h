@@ -1,0 +1,63 @@
+// Which buckets are complete while a backward is still under way. No Torch here.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace te_graph::flat {
+
+// How often a gradient is accumulated in a backward is not known before: tied weights are, by each callable that has
+// them. It is learnt from the backwards before, as in Megatron-LM.
+class ReadyBuckets {
+public:
+    // sizes: of each bucket, the number of its gradients, which are numbered through.
+    explicit ReadyBuckets(const std::vector<size_t>& sizes) : missing_(sizes.size()) {
+        for (size_t bucket = 0; bucket < sizes.size(); ++bucket)
+            bucket_of_.insert(bucket_of_.end(), sizes[bucket], bucket);
+        seen_.resize(bucket_of_.size());
+        expected_.resize(bucket_of_.size());
+    }
+
+    // looks_early: whether buckets are to be told before the end.
+    void begin(bool looks_early) {
+        looks_early_ = looks_early && is_learnt_;
+        next_ = 0;
+        std::fill(seen_.begin(), seen_.end(), 0);
+        std::fill(missing_.begin(), missing_.end(), 0);
+        for (size_t i = 0; i < bucket_of_.size(); ++i) missing_[bucket_of_[i]] += expected_[i] > 0;
+    }
+    bool looks_early() const { return looks_early_; }
+    // False: it is too late for this one.
+    bool may_write(size_t gradient) const { return bucket_of_[gradient] >= next_; }
+    // Something else accumulates meanwhile: what is told from here on is told at the end.
+    void stop() { looks_early_ = false; }
+    void note_accumulated(size_t gradient) {
+        if (++seen_[gradient] == expected_[gradient]) --missing_[bucket_of_[gradient]];
+    }
+    // The next bucket, if it is complete; they come in their order, the same on all ranks. Each is told once.
+    bool take_next(size_t& bucket) {
+        if (!looks_early_ || next_ == missing_.size() || missing_[next_] > 0) return false;
+        bucket = next_++;
+        return true;
+    }
+    // The backward is over. Returns the first bucket that has not been told.
+    size_t end(bool learns) {
+        if (learns) {
+            is_learnt_ = true;
+            for (size_t i = 0; i < seen_.size(); ++i) expected_[i] = std::max(expected_[i], seen_[i]);
+        }
+        looks_early_ = false;
+        return std::exchange(next_, 0);
+    }
+
+private:
+    std::vector<size_t> bucket_of_;     // [gradients]
+    std::vector<int> seen_, expected_;  // [gradients], in this backward and at most in those before
+    std::vector<int> missing_;          // [buckets] gradients that are expected and have not all come
+    size_t next_ = 0;
+    bool looks_early_ = false, is_learnt_ = false;
+};
+
+}  // namespace te_graph::flat
