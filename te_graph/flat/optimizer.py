@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from te_graph import _C
+from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_state import flat_of
-from te_graph.flat.flat_buffer import FlatBuffer, gradient_of
-from te_graph.flat.optimizer_state import flattened, load_state, whole_states
+from te_graph.flat.flat_buffer import gradient_of
+from te_graph.flat.optimizer_state import PartStates, load_part, settings_of, whole_states
+from te_graph.flat.segments import ParameterVersions, segments_of
 
 if TYPE_CHECKING:
     from te_graph.flat.flat_parameters import FlatParameters
@@ -28,51 +30,19 @@ _ELEMENT_WISE = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Segment:
-    """What this rank steps of one parameter.
-
-    Attributes:
-        gradient: of the parameter.
-        begin, end: elements of it, in the order of its memory.
-        master: [end - begin], what the optimizer steps: float32, the parameter's own memory if that is of float32.
-        data: [end - begin], the parameter's own memory.
-        grad: [end - begin], the gradient's.
-    """
-
-    parameter: Tensor
-    gradient: _C.FlatGradient
-    begin: int
-    end: int
-    master: nn.Parameter
-    data: Tensor
-    grad: Tensor
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether ``master`` is a copy."""
-        return self.master.dtype != self.data.dtype
-
-    def set_grad(self) -> None:
-        """Give ``master`` the gradient of this step, or none."""
-        if self.gradient.is_missing():
-            self.master.grad = None
-            return
-        elsewhere = self.gradient.elsewhere()
-        grad = self.grad if elsewhere is None else flattened(elsewhere, self.parameter)[self.begin : self.end]
-        self.master.grad = grad.to(self.master.dtype)
-
-
 class FlatOptimizer(Optimizer):
     """What ``FlatParameters.optimizer`` returns: an optimizer of torch over the parts of parameters of this rank.
 
     ``param_groups`` hold the parameters themselves, and whatever is set there, as schedulers do, holds for the step.
-    ``state`` is that of the parts. ``step`` takes gradients from where they lie, ``.grad`` or ``main_grad``, steps
-    float32 masters, writes parameters, and gathers them over the ranks. ``zero_grad`` drops gradients of both kinds.
+    ``state[parameter]`` is that of this rank's part. ``step`` takes gradients from where they lie, ``.grad`` or
+    ``main_grad``, steps float32 masters, writes parameters, and gathers them over the ranks. ``zero_grad`` drops
+    gradients of both kinds. What is written into a parameter of lower precision, as ``load_state_dict`` of the model
+    does, is read by the next step, not by a captured one: call ``read_parameters`` before.
 
     Attributes:
         flat: the FlatParameters.
         inner: the optimizer of the masters.
+        segments: of each group, the parts of its parameters that this rank steps.
     """
 
     def __init__(
@@ -95,23 +65,23 @@ class FlatOptimizer(Optimizer):
                         f"FlatParameters.optimizer: expected parameters of {flat!r}, got one of shape "
                         f"{list(parameter.shape)} that is not in it: give it an optimizer of its own"
                     )
-        self._segments = [_segments_of(flat, group["params"]) for group in self.param_groups]
-        self._by_parameter: dict[int, list[Segment]] = {}
-        for segment in (segment for segments in self._segments for segment in segments):
-            self._by_parameter.setdefault(id(segment.parameter), []).append(segment)
-        self._gradients = _C.FlatGradients(
-            [gradient_of(parameter) for group in self.param_groups for parameter in group["params"]]
-        )
+        self.segments = [segments_of(flat, group["params"]) for group in self.param_groups]
+        self._all_segments = [segment for segments in self.segments for segment in segments]
+        self._copied = [segment for segment in self._all_segments if segment.is_copied]
+        self._gradients = _C.FlatGradients([gradient_of(parameter) for parameter in self._parameters()])
         self.inner = cls(
             [
-                {**_settings(group), "params": [segment.master for segment in segments]}
-                for group, segments in zip(self.param_groups, self._segments, strict=True)
+                {**settings_of(group), "params": [segment.master for segment in segments]}
+                for group, segments in zip(self.param_groups, self.segments, strict=True)
             ],
             **defaults,
         )
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_settings(inner))
-        self.defaults, self.state = self.inner.defaults, self.inner.state
+            group.update(settings_of(inner))
+        self.defaults = self.inner.defaults
+        self.state = PartStates(self._parameters(), self._all_segments, self.inner)
+        self._before_trial: dict[Tensor, dict[str, Any]] | None = None
+        self._versions = ParameterVersions(self._copied)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,21 +106,29 @@ class FlatOptimizer(Optimizer):
                 loss = closure()
         self.flat.check_places()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_settings(group))
+            inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):
             if hasattr(self, name):
                 setattr(self.inner, name, getattr(self, name))
-        segments = [segment for group in self._segments for segment in group]
         self._gradients.note_read()
-        for segment in segments:
+        self.end_trial()
+        is_eager = not is_captured(self.flat.buffers[0].data.device)
+        if is_eager:
+            if self._versions.have_changed():
+                self.read_parameters()
+            if not self.state.are_made and self._is_trial():
+                self._before_trial = {master: copy.deepcopy(state) for master, state in self.inner.state.items()}
+        for segment in self._all_segments:
             segment.set_grad()
         self.inner.step()
-        copied = [segment for segment in segments if segment.is_copied]
-        if copied:
-            torch._foreach_copy_([one.data for one in copied], [one.master for one in copied])
-        for segment in segments:
+        if self._copied:
+            torch._foreach_copy_([one.data for one in self._copied], [one.master for one in self._copied])
+        for segment in self._all_segments:
             segment.master.grad = None
         self.flat.gather_parameters()
+        self.state.are_made = True
+        if is_eager:
+            self._versions.note()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -168,16 +146,13 @@ class FlatOptimizer(Optimizer):
 
         Stream and capture: allocates, synchronizes.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        segments = [self._by_parameter.get(id(parameter), []) for parameter in parameters]
-        packed, first = [], 0
-        for group in self.param_groups:
-            numbers = list(range(first, first := first + len(group["params"])))
-            packed.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
-        return {
-            "state": whole_states(parameters, segments, self.inner.state, self.flat.sharding_group),
-            "param_groups": packed,
-        }
+        self.read_parameters()
+        states = self.state
+        self.state = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = states
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,15 +163,61 @@ class FlatOptimizer(Optimizer):
         Raises:
             ValueError: it has other groups.
         """
-        given = state_dict["param_groups"]
-        if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("FlatOptimizer.load_state_dict: expected groups of as many parameters as there are here")
-        for group, loaded in zip(self.param_groups, given, strict=True):
-            group.update(_settings(loaded))
-            numbers = zip(group["params"], loaded["params"], strict=True)
-            for parameter, number in numbers:
-                for segment in self._by_parameter.get(id(parameter), []):
-                    load_state(segment, state_dict["state"].get(number, {}), self.inner.state)
+        keys = {
+            id(parameter): key
+            for group, given in zip(self.param_groups, groups, strict=True)
+            for parameter, key in zip(group["params"], given["params"], strict=True)
+        }
+        self.load_parts(
+            groups,
+            [load_part(one, state_dict["state"].get(keys[id(one.parameter)], {})) for one in self._all_segments],
+        )
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def load_parts(self, groups: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> None:
+        """Take settings and states.
+
+        Args:
+            groups: settings of each group.
+            parts: the state of each segment's master, in the order of ``segments``; empty: it has none.
+        """
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(settings_of(given)))
+        first, packed = 0, []
+        for group, segments in zip(self.param_groups, self.segments, strict=True):
+            packed.append({**settings_of(group), "params": list(range(first, first := first + len(segments)))})
+        states = {number: part for number, part in enumerate(parts) if part}
+        # By the class itself, which knows on which device and of which dtype it wants what.
+        self.inner.load_state_dict({"state": states, "param_groups": packed})
+        self._before_trial, self.state.are_made = None, True
+        self._versions.note()
+
+    @torch.no_grad()
+    def read_parameters(self) -> None:
+        """Let float32 masters have the values of parameters of lower precision, where these are not their own, rounded.
+
+        Stream and capture: allocates.
+        """
+        for segment in self._copied:
+            segment.read_parameter()
+
+    def end_trial(self) -> None:
+        """Forget the states that a step without an effect has made: they were to be loaded into.
+
+        ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` of torch.distributed.checkpoint call ``step`` of
+        an optimizer without a state with zeros in each ``.grad`` and a learning rate of 0.
+        """
+        if self._before_trial is not None:
+            self.inner.state.clear()
+            self.inner.state.update(self._before_trial)
+            self._before_trial = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; once the optimizer is made, an error: the masters are laid out by then.
@@ -208,9 +229,17 @@ class FlatOptimizer(Optimizer):
             raise RuntimeError("FlatOptimizer: expected all groups when it is made, got another one later")
         super().add_param_group(param_group)
 
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    def _is_trial(self) -> bool:
+        rates = [group["lr"] for group in self.param_groups if "lr" in group]
+        if any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates):
+            return False
+        elsewhere = [grad for _, grad in self._gradients.elsewhere() if grad.numel() > 0]
+        # What has no elements lies nowhere.
+        count = sum(parameter.numel() > 0 for parameter in self._parameters())
+        return len(elsewhere) == count and not any(grad.any() for grad in elsewhere)
 
 
 def _check_class(cls: type[Optimizer], elementwise: bool) -> None:
@@ -221,30 +250,3 @@ def _check_class(cls: type[Optimizer], elementwise: bool) -> None:
             f"FlatParameters.optimizer: expected an optimizer that treats each element by itself, such as AdamW, got "
             f"{cls.__name__}: it would be stepped with parts of parameters. If it is one, pass elementwise=True"
         )
-
-
-def _segments_of(flat: FlatParameters, parameters: list[Tensor]) -> list[Segment]:
-    places = {
-        id(parameter): (buffer, number) for buffer in flat.buffers for number, parameter in enumerate(buffer.parameters)
-    }
-    segments = []
-    for parameter in parameters:
-        buffer, number = places[id(parameter)]
-        segments.extend(_segments_in(buffer, number, flat.own_parts(buffer)))
-    return segments
-
-
-def _segments_in(buffer: FlatBuffer, number: int, parts: list[tuple[int, int]]) -> list[Segment]:
-    """Those of parameter ``number`` of ``buffer`` that lie in ``parts``."""
-    parameter, gradient, offset = buffer.parameters[number], buffer.gradients[number], buffer.layout.offsets[number]
-    segments = []
-    for part_begin, part_end in parts:
-        begin, end = max(part_begin, offset), min(part_end, offset + parameter.numel())
-        if begin >= end:
-            continue
-        data = buffer.data[begin:end]
-        master = nn.Parameter(data if data.dtype in (torch.float32, torch.float64) else data.float())
-        segments.append(
-            Segment(parameter, gradient, begin - offset, end - offset, master, data, buffer.grads[begin:end])
-        )
-    return segments

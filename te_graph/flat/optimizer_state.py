@@ -1,102 +1,140 @@
-"""The state of a FlatOptimizer by parameters, whole, however it is divided among ranks."""
+"""The state of a FlatOptimizer by parameters: their parts on this rank, or whole, however divided among ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_graph.flat.segments import Segment
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from te_graph.flat.optimizer import Segment
+    from torch.optim import Optimizer
 
 MASTER = "master"  # of a parameter of lower precision, beside what the optimizer keeps
 
 
-def flattened(values: Tensor, parameter: Tensor) -> Tensor:
-    """``values`` [...] as [n], in the order of the memory of ``parameter`` [...]."""
-    in_order = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
-    return in_order.as_strided((values.numel(),), (1,))
+class PartStates(Mapping[Tensor, dict[str, Any]]):
+    """The state of each parameter's part on this rank, ``master`` among it.
+
+    Attributes:
+        are_made: whether a step or a load has made them; as a condition they are that, which all ranks agree on, though
+            some may have no part of any parameter: torch.distributed.checkpoint calls ``step`` where states are empty.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], segments: Sequence[Segment], inner: Optimizer) -> None:
+        self._parameters, self._known = parameters, {id(parameter) for parameter in parameters}
+        self._segments = {id(segment.parameter): segment for segment in segments}
+        self._inner = inner
+        self.are_made = False
+
+    def __bool__(self) -> bool:
+        return self.are_made
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:  # [...]
+        segment = self._segments.get(id(parameter))
+        if segment is not None:
+            state = self._inner.state.get(segment.master, {})
+            return {**state, MASTER: segment.master.detach()} if segment.is_copied else state
+        if id(parameter) not in self._known:
+            raise KeyError(parameter)
+        return {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for parameter in self._parameters if self[parameter])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What ``group`` says but for its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def whole_states(
-    parameters: Sequence[Tensor], segments: Sequence[Sequence[Segment]], state: Any, group: ProcessGroup | None
-) -> dict[int, dict[str, Any]]:
-    """The state of each of ``parameters`` [...], by its number, in new memory.
+    parameters: Sequence[Tensor], segments: Sequence[Segment], inner: Optimizer, group: ProcessGroup | None
+) -> dict[Tensor, dict[str, Any]]:
+    """The state of each of ``parameters`` [...] that has one, in new memory.
 
     Args:
-        segments: of each parameter, those of this rank.
-        state: of the segments' masters.
+        segments: those of this rank.
+        inner: the optimizer of their masters.
         group: over which the others lie, all of whose ranks call this; None: there are none.
     """
-    own = [[_state_of(segment, state) for segment in of_parameter] for of_parameter in segments]
-    kinds = [_kinds(states) for states in own]
+    own = {id(segment.parameter): segment for segment in segments}
+    parts = [own.get(id(parameter)) for parameter in parameters]
+    states = [{} if part is None else _state_of(part, inner) for part in parts]
+    kinds = [
+        {} if part is None else {key: _kind(value, part) for key, value in state.items()}
+        for part, state in zip(parts, states, strict=True)
+    ]
     if group is not None:
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, kinds, group=group)
         kinds = [dict(pair for one in of_ranks for pair in one.items()) for of_ranks in zip(*everyone, strict=True)]
-    whole: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(parameters):
-        for key, kind in kinds[number].items():
+    whole: dict[Tensor, dict[str, Any]] = {}
+    for parameter, part, state, of_parameter in zip(parameters, parts, states, kinds, strict=True):
+        for key, kind in of_parameter.items():
             if isinstance(kind, torch.dtype):
-                kind = _whole(parameter, segments[number], own[number], key, kind, group)
-            whole.setdefault(number, {})[key] = kind
+                # A rank whose part of the master is as the parameter tells it has not named it.
+                value = part.master.detach() if part is not None and key == MASTER else state.get(key)
+                kind = _whole(parameter, part, value, kind, group)
+            whole.setdefault(parameter, {})[key] = kind
     return whole
 
 
-def load_state(segment: Segment, parameter_state: dict[str, Any], state: Any) -> None:
-    """Give the master of ``segment`` its part of ``parameter_state``, a state of the whole parameter."""
-    parameter = segment.parameter
+def load_part(segment: Segment, parameter_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of ``parameter_state``, a state of the whole parameter, that is for ``segment``; its master gets it."""
+    # torch.distributed.checkpoint puts an empty dictionary for what a flattened state has not.
+    parameter_state = {
+        key: value for key, value in parameter_state.items() if not (isinstance(value, dict) and not value)
+    }
     if segment.is_copied:
-        master = parameter_state.get(MASTER, parameter)
-        part = flattened(master.detach().to(parameter.device), parameter)[segment.begin : segment.end]
-        segment.master.data.copy_(part)
-    loaded = {}
+        segment.master.data.copy_(segment.part_of(parameter_state.get(MASTER, segment.parameter).detach()))
+    part = {}
     for key, value in parameter_state.items():
-        if key == MASTER:
-            continue
-        if isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim() > 0:
-            value = flattened(value.to(parameter.device), parameter)[segment.begin : segment.end].clone()
-        elif isinstance(value, Tensor):
-            value = value.clone()
-        loaded[key] = value
-    state[segment.master] = loaded
+        if isinstance(value, Tensor):
+            is_divided = value.shape == segment.parameter.shape and value.dim() > 0
+            value = (segment.part_of(value) if is_divided else value).clone()
+        if key != MASTER:
+            part[key] = value
+    return part
 
 
-def _state_of(segment: Segment, state: Any) -> dict[str, Any]:
-    own = dict(state.get(segment.master, {}))
-    return {**own, MASTER: segment.master.detach()} if own and segment.is_copied else own
+def _state_of(segment: Segment, inner: Optimizer) -> dict[str, Any]:
+    """What ``inner`` keeps of the master of ``segment``, and the master where the parameter does not tell it: with a
+    state torch's optimizers take a parameter for one that has been stepped."""
+    state = inner.state.get(segment.master, {})
+    if not segment.is_copied or not (state or _is_more_precise(segment)):
+        return state
+    return {**state, MASTER: segment.master.detach()}
 
 
-def _kinds(states: list[dict[str, Any]]) -> dict[str, Any]:
+def _is_more_precise(segment: Segment) -> bool:
+    return not torch.equal(segment.master, segment.data.to(segment.master.dtype))
+
+
+def _kind(value: Any, segment: Segment) -> Any:
     """The dtype of what is divided as the parameter is, and the value of what is not."""
-    return {key: _kind(value) for state in states for key, value in state.items()}
-
-
-def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.dtype if value.dim() == 1 else value.cpu()
+        return value.dtype if value.dim() > 0 and value.shape == segment.master.shape else value.cpu()
     return value
 
 
 def _whole(
-    parameter: Tensor,
-    segments: Sequence[Segment],
-    states: list[dict[str, Any]],
-    key: str,
-    dtype: torch.dtype,
-    group: ProcessGroup | None,
+    parameter: Tensor, part: Segment | None, value: Tensor | None, dtype: torch.dtype, group: ProcessGroup | None
 ) -> Tensor:
-    """[...] like ``parameter``, put together from what all ranks have."""
+    """[...] like ``parameter``, put together from what all ranks have: here ``value`` [n] of ``part``, or nothing."""
     values = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     memory = values.as_strided((values.numel(),), (1,))
-    for segment, state in zip(segments, states, strict=True):
-        memory[segment.begin : segment.end] = state[key]
-    if group is not None:
+    if part is not None and value is not None:
+        memory[part.begin : part.end] = value.reshape(-1)
+    if group is not None and values.numel() > 0:
         # As integers: zeros elsewhere change no bit, as the sign of a zero would be.
-        dist.all_reduce(memory.view(torch.uint8 if dtype.itemsize == 1 else torch.int32), group=group)
+        dist.all_reduce(memory.view(torch.uint8), group=group)
     return values

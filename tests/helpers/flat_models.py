@@ -43,6 +43,25 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Mixed(nn.Module):
+    """Parameters of two dtypes, some divided among ranks inside of rows, some on few ranks, of all kinds of shapes."""
+
+    def __init__(self, low: torch.dtype = torch.bfloat16, scale: int = 1) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(30 * scale, 97))
+        self.conv = nn.Conv2d(8 * scale, 5 * scale, (3, 5)).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(11 * scale, 1, 90).transpose(0, 2))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.low = nn.Linear(100, 12 * scale).to(low)
+        self.low_scalar = nn.Parameter(torch.tensor(0.5, dtype=low))
+        self.tied = nn.Module()
+        self.tied.weight = self.low.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.one = nn.Parameter(torch.randn(1))
+        self.late = nn.Parameter(torch.randn(5, dtype=low))  # has a gradient later
+
+
 def trained(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
