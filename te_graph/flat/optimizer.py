@@ -19,6 +19,7 @@ from te_graph.flat.segments import ParameterVersions, segments_of
 
 if TYPE_CHECKING:
     from te_graph.flat.flat_parameters import FlatParameters
+    from te_graph.flat.sharded_state import ShardedState
 
 # They treat each element by itself, so a part of a parameter is stepped as the whole would be.
 _ELEMENT_WISE = frozenset(
@@ -54,7 +55,7 @@ class FlatOptimizer(Optimizer):
         elementwise: bool,
     ) -> None:
         _check_class(cls, elementwise)
-        self.flat = flat
+        self.flat, self._arguments = flat, defaults
         if params is None:
             params = [parameter for _, parameter in reversed(list(flat.named_parameters()))]
         super().__init__(params, dict(defaults))
@@ -142,7 +143,7 @@ class FlatOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state of whole parameters in their shapes, ``master`` among it where parameters are not
         of float32. All ranks call it; what they get can be loaded by any number of ranks, and by the optimizer's own
-        class.
+        class. Each rank has all of it then: ``sharded`` is for what is too large for that.
 
         Stream and capture: allocates, synchronizes.
         """
@@ -180,6 +181,18 @@ class FlatOptimizer(Optimizer):
         )
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def sharded(self) -> ShardedState:
+        """This, for ``torch.distributed.checkpoint``: each rank writes and reads its parts alone, by the names of the
+        parameters, at any number of ranks::
+
+            dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=path)
+            dcp.load({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=path)
+        """
+        # Imported here: torch.distributed.checkpoint takes as long as te_graph.
+        from te_graph.flat.sharded_state import ShardedState
+
+        return ShardedState(self, self._arguments)
 
     def load_parts(self, groups: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> None:
         """Take settings and states.

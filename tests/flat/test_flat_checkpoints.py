@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from flat_models import Mixed
 from ranks import Rank, ranks_of
@@ -22,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import te_graph as tg
+from te_graph.flat.tensor_part import boxes_of
 from te_graph.testing import same_bits
 
 # The ranks of smaller worlds are the first ones of these.
@@ -97,6 +103,17 @@ def by_file(model: Mixed, optimizer: Any, fresh: Mixed, fresh_optimizer: Any, pa
     fresh_optimizer.load_state_dict(loaded["optimizer"])
 
 
+def by_parts(model: Mixed, optimizer: Any, fresh: Mixed, fresh_optimizer: Any, path: Path, **options: Any) -> None:
+    dcp.save({"model": model, "optimizer": optimizer.sharded()}, checkpoint_id=path / "parts", **options)
+    dcp.load({"model": fresh, "optimizer": fresh_optimizer.sharded()}, checkpoint_id=path / "parts", **options)
+
+
+def by_background(model: Mixed, optimizer: Any, fresh: Mixed, fresh_optimizer: Any, path: Path) -> None:
+    states = {"model": model, "optimizer": optimizer.sharded()}
+    dcp.async_save(states, checkpoint_id=path / "later", no_dist=True).result()
+    dcp.load({"model": fresh, "optimizer": fresh_optimizer.sharded()}, checkpoint_id=path / "later", no_dist=True)
+
+
 def by_names(model: Mixed, optimizer: Any, fresh: Mixed, fresh_optimizer: Any, path: Path, **options: Any) -> None:
     """As pages of torch tell it."""
     for flattened in (False, True):
@@ -117,7 +134,7 @@ def by_names(model: Mixed, optimizer: Any, fresh: Mixed, fresh_optimizer: Any, p
         )
 
 
-@pytest.mark.parametrize("how", [by_file], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("how", [by_file, by_parts], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("low", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_training_resumes_with_the_same_bits(name: str, low: torch.dtype, how: Callable[..., None], tmp_path: Path):
@@ -125,7 +142,8 @@ def test_training_resumes_with_the_same_bits(name: str, low: torch.dtype, how: C
     fresh_flat, fresh, fresh_optimizer = make(name, low, seed=1)
     train(fresh, fresh_optimizer, range(10, 10 + 4))  # in the way
     train(model, optimizer, range(2))
-    how(model, optimizer, fresh, fresh_optimizer, tmp_path)
+    options = {"no_dist": True} if how is by_parts else {}
+    how(model, optimizer, fresh, fresh_optimizer, tmp_path, **options)
     assert_same_states(fresh, fresh_optimizer, model, optimizer)
     for one, one_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
         train(one, one_optimizer, range(2, 5))
@@ -135,14 +153,15 @@ def test_training_resumes_with_the_same_bits(name: str, low: torch.dtype, how: C
     fresh_flat.close()
 
 
-@pytest.mark.parametrize("how", [by_file], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("how", [by_file, by_parts, by_background], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_new_optimizers_resume(steps: int, how: Callable[..., None], tmp_path: Path):
     """What has no state yet has none afterwards, and what has not been asked for is not."""
     flat, model, optimizer = make("AdamW")
     fresh_flat, fresh, fresh_optimizer = make("AdamW", seed=1)
     train(model, optimizer, range(steps))
-    how(model, optimizer, fresh, fresh_optimizer, tmp_path)
+    options = {"no_dist": True} if how is by_parts else {}
+    how(model, optimizer, fresh, fresh_optimizer, tmp_path, **options)
     for one, one_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
         train(one, one_optimizer, range(steps, 5))
     assert_same_states(fresh, fresh_optimizer, model, optimizer)
@@ -273,6 +292,39 @@ def test_masters_follow_what_is_loaded_into_parameters():
     flat.close()
 
 
+def test_files_have_names_and_no_places(tmp_path: Path):
+    flat, model, optimizer = make("AdamW", scale=4)
+    plain = Mixed(scale=4)
+    train(model, optimizer, range(4))
+    sizes = []
+    for one in (model, plain):
+        folder = tmp_path / str(len(sizes))
+        dcp.save({"model": one}, checkpoint_id=folder, no_dist=True)
+        torch.save(one.state_dict(), folder / "model.pt")
+        sizes.append([file.stat().st_size for file in sorted(folder.iterdir())])
+    assert all(flat_size <= 1.01 * size for flat_size, size in zip(*sizes, strict=True))
+    dcp.save({"optimizer": optimizer.sharded()}, checkpoint_id=tmp_path / "parts", no_dist=True)
+    parts = 3 + 1  # exp_avg, exp_avg_sq, max_exp_avg_sq, master
+    expected = sum(
+        4 * one.numel() * (parts if one.dtype == BF16 else parts - 1) for one in model.parameters() if one.requires_grad
+    )
+    size = sum(file.stat().st_size for file in (tmp_path / "parts").iterdir())
+    metadata = pickle.loads((tmp_path / "parts" / ".metadata").read_bytes())
+    keys = set(metadata.state_dict_metadata)
+    assert expected < size < expected + 2000 * len(keys)  # of each entry torch.save writes about 1300 bytes more
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    kept = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert keys == {
+        "optimizer.param_groups",
+        *(f"optimizer.state.{name}.{key}" for name, key in itertools.product(names, kept)),
+        *(f"optimizer.state.{name}.master" for name in names if model.get_parameter(name).dtype == BF16),
+    }
+    for name in ("matrix", "conv.weight", "turned"):
+        (chunk,) = metadata.state_dict_metadata[f"optimizer.state.{name}.exp_avg"].chunks
+        assert chunk.sizes == model.get_parameter(name).shape
+    flat.close()
+
+
 def test_ties_and_dtypes_in_safetensors(tmp_path: Path):
     safetensors = pytest.importorskip("safetensors.torch")
     flat, model, _ = make("SGD")
@@ -285,6 +337,80 @@ def test_ties_and_dtypes_in_safetensors(tmp_path: Path):
     other_flat.check_places()
     flat.close()
     other_flat.close()
+
+
+def test_other_groups_are_refused(tmp_path: Path):
+    flat, _, optimizer = make("AdamW")
+    dcp.save({"optimizer": optimizer.sharded()}, checkpoint_id=tmp_path, no_dist=True)
+    joined = flat.optimizer(torch.optim.AdamW, lr=1e-2, amsgrad=True)
+    with pytest.raises(ValueError, match="got other weight_decay for scalar than for matrix"):
+        dcp.load({"optimizer": joined.sharded()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ValueError, match="expected groups of as many parameters as there are here"):
+        joined.load_state_dict(optimizer.state_dict())
+    flat.close()
+
+
+def test_parts_are_for_checkpoints_alone():
+    flat, model, optimizer = make("AdamW")
+    part = optimizer.sharded().state_dict()["state"]["matrix"]["exp_avg"]
+    assert repr(part) == f"TensorPart({model.matrix.numel()} elements of shape [30, 97], torch.float32)"
+    with pytest.raises(TypeError, match="expected tensors, got a part of one"):
+        part.mul(2)
+    flat.close()
+
+
+def test_boxes_hold_the_elements():
+    draw = random.Random(3)
+    for _ in range(300):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
+        begin, end = sorted(draw.randint(0, math.prod(shape)) for _ in range(2))
+        if begin == end:
+            continue
+        whole = torch.arange(math.prod(shape)).view(shape)
+        boxes = boxes_of(shape, begin, end)
+        values = []
+        for offsets, sizes in boxes:
+            box = whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                box = box.narrow(dim, offset, size)
+            values.append(box.reshape(-1))
+        assert torch.cat(values).tolist() == list(range(begin, end))
+        assert len(boxes) <= 2 * len(shape) - 1
+
+
+def scenario_worlds(rank: Rank, path: str) -> None:
+    """Saved at 2 ranks, loaded at 4, 3, 2 and not sharded: the same whole states, and the same steps."""
+    groups = {world: dist.new_group(list(range(world))) for world in (1, 2, 3, 4)}
+    alone = [dist.new_group([one]) for one in range(rank.world)][rank.rank]
+    flat, model, optimizer = make("AdamW", scale=4, process_group=alone)
+    train(model, optimizer, range(2))
+    if rank.rank < 2:
+        shards, one, sharded = make("AdamW", scale=4, shard="optimizer", process_group=groups[2])
+        train(one, sharded, range(2))
+        assert_same_states(one, sharded, model, optimizer)
+        written = sharded.sharded().state_dict()["state"]
+        assert any(len(written[name]["exp_avg"].__create_chunk_list__()) >= 2 for name in written)
+        assert sum(master.numel() for segments in sharded.segments for master in (s.master for s in segments)) < sum(
+            parameter.numel() for _, parameter in shards.named_parameters()
+        )
+        folder = Path(path) / "two"
+        dcp.save({"model": one, "optimizer": sharded.sharded()}, checkpoint_id=folder, process_group=groups[2])
+        shards.close()
+    dist.barrier()
+    ends = []
+    train(model, optimizer, range(2, 5))
+    for world, shard in ((4, "optimizer"), (3, "optimizer"), (2, "optimizer"), (2, "none")):
+        if rank.rank >= world:
+            continue
+        shards, one, sharded = make("AdamW", seed=1, scale=4, shard=shard, process_group=groups[world])
+        states = {"model": one, "optimizer": sharded.sharded()}
+        dcp.load(states, checkpoint_id=Path(path) / "two", process_group=groups[world])
+        train(one, sharded, range(2, 5))
+        assert_same_states(one, sharded, model, optimizer)
+        shards.check_places()
+        ends.append(shards)
+    for one in (*ends, flat):
+        one.close()
 
 
 def scenario_resume(rank: Rank, path: str, how: Callable[..., None]) -> None:
@@ -305,5 +431,6 @@ def scenario_resume(rank: Rank, path: str, how: Callable[..., None]) -> None:
 
 def test_shards(ranks, tmp_path):
     """One test, for the processes take longer to start than all of this."""
-    for how in (by_file, by_names):
+    ranks.run(scenario_worlds, 1, str(tmp_path))
+    for how in (by_file, by_parts, by_names):
         ranks.run(scenario_resume, 2, str(tmp_path / how.__name__), how)
