@@ -5,20 +5,25 @@
     python examples/train_gpt.py --compare          # both; fails unless all numbers are equal bit for bit
     python examples/train_gpt.py --dtype bfloat16 --fp8 delayed --plot a.png    # linear layers in FP8, beside bf16
     python examples/train_gpt.py --checkpoint a.pt --stop-after 50    # and later: --resume a.pt
+    torchrun --nproc-per-node 2 examples/train_gpt.py --data-parallel --shard optimizer    # each rank its own batches
 
 Exit status: 0 trained, 1 --compare found a difference or the loss or norm is no number, 2 bad input.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from experiment import check_device, check_file, check_plot, make_parser, positive_float, positive_int, tell_differences
 from text_data import Corpus, load_text, split_text
 from torch import Tensor
@@ -74,6 +79,8 @@ def options_parser() -> argparse.ArgumentParser:
     add("--seq-len", type=positive_int, default=128, help="bytes in a sequence")
     add("--batch-size", type=positive_int, default=8, help="sequences in a micro-batch")
     add("--micro-batches", type=positive_int, default=2, help="micro-batches in a step")
+    add("--data-parallel", action="store_true", help="train on the ranks of torchrun together, each on its own batches")
+    add("--shard", choices=("none", "optimizer"), default="none", help="what ranks share out with --data-parallel")
     add("--steps", type=positive_int, default=300, help="steps of the whole schedule")
     add("--lr", type=positive_float, default=1e-3, help="learning rate at its peak")
     add("--clip", type=max_norm, default=1.0, metavar="MAX_NORM", help="norm to clip gradients to; 0: off")
@@ -98,6 +105,8 @@ def parse_args(argv: Sequence[str] | None) -> Config:
         parser.error("--save-every: expected --checkpoint with it, got none")
     if config.compare and (config.checkpoint or config.resume):
         parser.error("--compare: expected neither --checkpoint nor --resume with it")
+    if config.shard != "none" and not config.data_parallel:
+        parser.error("--shard: expected --data-parallel with it")
     check_device(parser, config.device)
     check_file(parser, "--checkpoint", config.checkpoint)
     check_plot(parser, config.plot)
@@ -113,7 +122,7 @@ def load_inputs(config: Config) -> tuple[Corpus, dict[str, Any] | None]:
     corpus = split_text(load_text(config.data), config.seq_len)
     resumed = load_checkpoint(config.resume, config.settings(corpus)) if config.resume else None
     try:
-        if config.graph or config.compare or config.clip or config.fp8:
+        if config.graph or config.compare or config.clip or config.fp8 or config.data_parallel:
             import te_graph  # noqa: F401
     except ImportError as error:
         raise ValueError(
@@ -136,11 +145,11 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
         trainer.load_state_dict(resumed)
     if graph:
         trainer.graph()
-    name = "graph" if graph else "eager"
+    name, is_first = "graph" if graph else "eager", config.rank == 0
     first = len(trainer.losses)
     speeds: list[float] = []
     # disable=None: a bar on a terminal only; the lines below reach a log file too.
-    with tqdm(total=config.last_step, initial=first, desc=name, unit="step", disable=None) as bar:
+    with tqdm(total=config.last_step, initial=first, desc=name, unit="step", disable=None if is_first else True) as bar:
         for step in range(first + 1, config.last_step + 1):
             start = time.perf_counter()
             loss = trainer.step()
@@ -149,12 +158,12 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
             norm = f", norm {trainer.norms[-1]:.3f}" if trainer.norms else ""
             progress = f"loss {loss:.3f}{norm}, {speeds[-1]:,.0f} tokens/s"
             bar.set_postfix_str(progress, refresh=False)
-            if step % max(1, config.steps // 10) == 0:
+            if step % max(1, config.steps // 10) == 0 and is_first:
                 bar.write(f"{name} step {step}/{config.steps}: {progress}")
             if config.save_every and step % config.save_every == 0:
-                save_checkpoint(config.checkpoint, trainer.state_dict())
+                save(config, trainer)
     if config.checkpoint:
-        save_checkpoint(config.checkpoint, trainer.state_dict())
+        save(config, trainer)
     state = {key: value.detach().cpu().clone() for key, value in trainer.model.state_dict().items()}
     return TrainResult(
         losses=trainer.losses,
@@ -165,6 +174,13 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
         validation_loss=trainer.validation_loss(),
         update_info=trainer.update_info(),
     )
+
+
+def save(config: Config, trainer: Trainer) -> None:
+    """Save what all ranks have, by the first of them."""
+    state = trainer.state_dict()
+    if config.rank == 0:
+        save_checkpoint(config.checkpoint, state)
 
 
 def compared(result: TrainResult) -> dict[str, Any]:
@@ -207,6 +223,28 @@ def save_plot(path: Path, results: dict[str, TrainResult]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit status."""
     config = parse_args(argv)
+    with ranks_joined(config):
+        return run(config)
+
+
+@contextlib.contextmanager
+def ranks_joined(config: Config) -> Iterator[None]:
+    """Within the process group that torchrun prepared, or one of this process alone; none without --data-parallel."""
+    if not config.data_parallel or dist.is_initialized():
+        yield
+        return
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if config.device == "cuda" else "gloo", **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run(config: Config) -> int:
+    """Train as `config` says; returns the exit status."""
     try:
         corpus, resumed = load_inputs(config)
     except ValueError as error:
@@ -228,18 +266,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print_results(results)
-    if config.plot:
+    if config.rank == 0:
+        print_results(results)
+    if config.plot and config.rank == 0:
         save_plot(config.plot, results)
     if config.compare:
         graph, eager = (compared(results[name]) for name in ("graph", "eager"))
         if difference := tell_differences(graph, eager):
             print(f"error: graph and eager differ: {difference}", file=sys.stderr)
             return 1
-        print(
-            "losses, gradient norms, final parameters and optimizer state are equal bit for bit "
-            "(speeds are those of deterministic algorithms)"
-        )
+        if config.rank == 0:
+            print(
+                "losses, gradient norms, final parameters and optimizer state are equal bit for bit "
+                "(speeds are those of deterministic algorithms)"
+            )
     return 0
 
 

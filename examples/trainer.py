@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpt import build_model
 from text_data import Corpus, all_batches, draw_batches
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 SIZES = ("layers", "hidden", "heads", "seq_len", "dropout")
-SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "clip", "seed", "dtype", "fp8", "device")
+SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "clip", "seed", "dtype", "fp8", "device", "data_parallel")
 KEYS = frozenset({"settings", "losses", "norms", "model", "fp8", "optimizer", "scheduler", "rng"})
 FP8_FEATURES = 16  # layers of fewer inputs or outputs stay as they are; so small ones gain nothing, and show it works
 
@@ -34,6 +35,8 @@ class Config:
     seq_len: int
     batch_size: int
     micro_batches: int
+    data_parallel: bool
+    shard: str
     steps: int
     lr: float
     clip: float
@@ -52,8 +55,16 @@ class Config:
         return self.stop_after or self.steps
 
     @property
+    def ranks(self) -> int:
+        return dist.get_world_size() if self.data_parallel else 1
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.data_parallel else 0
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.micro_batches * self.batch_size * self.seq_len
+        return self.ranks * self.micro_batches * self.batch_size * self.seq_len
 
     def settings(self, corpus: Corpus) -> dict[str, Any]:
         """What two runs must have in common for one to continue the other bit for bit."""
@@ -86,6 +97,24 @@ def update(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor | None:
     return norm
 
 
+def update_flat(flat: Any, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor | None:
+    """The same over flat parameters, whose gradients are dropped afterwards.
+
+    Args:
+        flat: A te_graph.FlatParameters.
+        optimizer: Made by it.
+        max_norm: As of `update`.
+
+    Returns:
+        As of `update`.
+    """
+    import te_graph as tg
+
+    norm = tg.clip_grad_norm_(flat, max_norm) if max_norm else None
+    optimizer.step()
+    return norm
+
+
 class Trainer:
     """Model, optimizer, schedule, losses, norms and data position of one training: what a checkpoint holds."""
 
@@ -100,8 +129,15 @@ class Trainer:
             tg.convert_to_fp8(self.model, min_features=FP8_FEATURES)
         # A number would be frozen into the graph; of a tensor it has the address.
         lr = torch.tensor(config.lr, device=config.device)
-        is_gpu = config.device == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, capturable=is_gpu)
+        options = {"lr": lr, "fused": True, "capturable": config.device == "cuda"}
+        self.flat: Any = None
+        if config.data_parallel:
+            import te_graph as tg
+
+            self.flat = tg.FlatParameters(self.model, shard=config.shard)
+            self.optimizer = self.flat.optimizer(torch.optim.AdamW, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         warmup = max(1, config.steps // 10)
         rise = LinearLR(self.optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
         fall = CosineAnnealingLR(self.optimizer, T_max=max(1, config.steps - warmup), eta_min=config.lr / 10)
@@ -110,10 +146,11 @@ class Trainer:
         self.data_generator = torch.Generator().manual_seed(config.seed)
         self.losses: list[float] = []
         self.norms: list[float] = []
-        # As `update` leaves them, so that the first step, of a resumed run as well, adds to zeros like all others.
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._update = update
+        self._update = update if self.flat is None else update_flat
+        if self.flat is None:
+            # As `update` leaves them, so that the first step, of a resumed run as well, adds to zeros like all others.
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
 
     def graph(self) -> None:
         """Let training replay graphs from here on: forward and backward of every layer, captured here, and the
@@ -126,7 +163,7 @@ class Trainer:
         sample = torch.zeros(shape, dtype=dtype, device=config.device, requires_grad=True)
         with self._region():
             tg.make_graphed_callables(layers, tuple((sample,) for _ in layers))
-        self._update = tg.graphed(update)
+        self._update = tg.graphed(self._update)
 
     def _region(self) -> Any:
         """Around forwards: what lets the converted layers multiply in FP8."""
@@ -141,20 +178,23 @@ class Trainer:
     def step(self) -> float:
         """One optimizer step over all micro-batches; returns and keeps its loss, and keeps its gradient norm.
 
+        Of what all ranks draw together each takes its own; the loss is the mean of all.
+
         Raises:
             FloatingPointError: the loss or the gradient norm is infinite or no number.
         """
         config = self.config
         loss = torch.zeros((), device=config.device)
-        micro_batches = draw_batches(
-            self.data, config.micro_batches, config.batch_size, config.seq_len, self.data_generator
-        )
-        for tokens, targets in micro_batches:
+        drawn = config.ranks * config.micro_batches
+        micro_batches = draw_batches(self.data, drawn, config.batch_size, config.seq_len, self.data_generator)
+        own = list(micro_batches)[config.rank :: config.ranks]
+        for number, (tokens, targets) in enumerate(own, 1):
             with self._region():
                 micro_loss = self.model(tokens, targets) / config.micro_batches
-            micro_loss.backward()
+            with self._no_sync(number < len(own)):
+                micro_loss.backward()
             loss += micro_loss.detach()
-        norm = self._update(self.optimizer, config.clip)
+        norm = self._finish_step(loss)
         self.scheduler.step()  # writes into the tensor that is the learning rate
         # Reading the loss waits for the device, once a step: this is what makes the speed of a single step measurable.
         self.losses.append(loss.item())
@@ -164,6 +204,20 @@ class Trainer:
             if values and not math.isfinite(values[-1]):
                 raise FloatingPointError(f"the {name} of step {len(values)} is {values[-1]}; try a lower --lr")
         return self.losses[-1]
+
+    def _no_sync(self, adds: bool) -> Any:
+        """Around a backward: the last one of a step reduces the gradients, the others add to them."""
+        return self.flat.no_sync() if self.flat is not None and adds else contextlib.nullcontext()
+
+    def _finish_step(self, loss: Tensor) -> Tensor | None:
+        """The optimizer side. `loss`, [], becomes the mean of all ranks; returns the gradient norm, [], or None."""
+        if self.flat is None:
+            return self._update(self.optimizer, self.config.clip)
+        norm = self._update(self.flat, self.optimizer, self.config.clip)
+        self.optimizer.zero_grad()
+        dist.all_reduce(loss)
+        loss /= self.config.ranks
+        return norm
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -180,7 +234,7 @@ class Trainer:
 
     def update_info(self) -> dict[str, Any] | None:
         """How often the optimizer side was captured, replayed and run eagerly; None where it is no graph."""
-        return None if self._update is update else self._update.info()
+        return None if self._update in (update, update_flat) else self._update.info()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copies on the CPU of the optimizer's tensors, [...] each, under names made of the parameters' names."""
