@@ -17,6 +17,7 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts
 from te_graph.common.gradient_state import gradient_state
+from te_graph.common.weak_method import weak_method
 from te_graph.flat.checks import check_alike, check_parameters, check_shard, named_parameters
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
@@ -123,9 +124,9 @@ class FlatParameters(GradientParts):
         self.buffers = self._make_buffers(named, bucket_bytes)
         self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
         self._backwards = _C.Backwards(
-            begin=_weak_method(self, "_before_backward"),
-            ready=_weak_method(self, "_reduce_ready"),
-            end=_weak_method(self, "_after_backward"),
+            begin=weak_method(self, "_before_backward"),
+            ready=weak_method(self, "_reduce_ready"),
+            end=weak_method(self, "_after_backward"),
             bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
         )
         first = 0
@@ -356,16 +357,3 @@ def _groups(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     return process_group, None, True
-
-
-def _weak_method(owner: Any, name: str) -> Any:
-    """``owner.name``, which does not keep ``owner`` alive."""
-    reference = weakref.ref(owner)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise RuntimeError("FlatParameters: expected it to be kept for as long as the model trains, it is gone")
-        return getattr(alive, name)(*args)
-
-    return call
