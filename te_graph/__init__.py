@@ -22,6 +22,7 @@ from te_graph.collectives.ops import (
 )
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.flat.flat_parameters import FlatParameters
+from te_graph.flat.flatten_params_wrapper import FlattenParamsWrapper
 from te_graph.fp8.autocast import fp8_autocast
 from te_graph.fp8.casts import (
     fp8_cast,
@@ -64,6 +65,7 @@ __all__ = [
     "ConversionReport",
     "DelayedScaling",
     "FlatParameters",
+    "FlattenParamsWrapper",
     "Float8CurrentScaling",
     "Format",
     "Fp8Weights",

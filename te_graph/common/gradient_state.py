@@ -22,6 +22,8 @@ class GradientState:
         main_grad_reset: tells the next backward to overwrite ``main_grad``.
         flat: the FlatParameters that it is in.
         flat_gradient, grad_memory: its gradient there, and where that lies, [...].
+        is_flattened: it is the flat parameter of a FlattenParamsWrapper.
+        is_handed_over: its gradient is, by that, when the backward has ended.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class GradientState:
         self.flat_gradient: _C.FlatGradient | None = None
         self.grad_memory: Tensor | None = None
         self.flat: weakref.ref[Any] | None = None
+        self.is_flattened = self.is_handed_over = False
 
 
 # Belongs to the parameters, and would be an attribute of theirs if attributes were not saved with them by torch.save.

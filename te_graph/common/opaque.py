@@ -19,7 +19,7 @@ def opaque(function: _Function) -> _Function:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = (
-        "te_graph replays a graph there, captures one, or computes in FP8: compile what is around it, without "
-        "fullgraph=True"
+        "te_graph replays a graph there, captures one, computes in FP8, or makes views of a flat parameter: compile "
+        "what is around it, without fullgraph=True"
     )
     return function

@@ -322,3 +322,36 @@ def scenario_more_often(rank: Rank) -> None:
 
 def test_a_gradient_that_comes_once_more_is_refused(ranks):
     ranks.run(scenario_more_often, 7)
+
+
+def scenario_flattened(rank: Rank, shard: str, gradient_scale: float) -> None:
+    """The flat parameters of several FlattenParamsWrapper, with and without their concats."""
+    layers = [nn.Linear(6, 6, device=rank.device) for _ in range(2)]
+    models, flats, optimizers = [], [], []
+    for optimized in (False, True):
+        wrappers = [tg.FlattenParamsWrapper(copy.deepcopy(one), optimize_backward_concat=optimized) for one in layers]
+        models.append(nn.Sequential(*wrappers))
+        flats.append(tg.FlatParameters(models[-1], shard=shard, gradient_scale=gradient_scale))
+        optimizers.append(flats[-1].optimizer(torch.optim.AdamW, lr=1e-2))
+    for _ in range(STEPS):
+        drawn = torch.randn(MICROBATCHES, rank.world, 4, 6, device=rank.device)
+        norms = []
+        for model, flat, optimizer in zip(models, flats, optimizers, strict=True):
+            with flat.no_sync(), model[0].no_sync(), model[1].no_sync():
+                for microbatch in drawn[:-1]:
+                    model(microbatch[rank.rank]).square().sum().backward()
+            model(drawn[-1, rank.rank]).square().sum().backward()
+            norms.append(tg.clip_grad_norm_(flat, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_bits(*norms)
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert same_bits(one.detach(), other.detach())
+    for flat in flats:
+        flat.close()
+
+
+@pytest.mark.parametrize("gradient_scale", [1.0, 0.3])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_flattened_parameters(ranks, shard, gradient_scale):
+    ranks.run(scenario_flattened, 8, shard, gradient_scale)
