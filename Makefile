@@ -3,7 +3,7 @@
 # make test-all   the same, and what takes too long for each change
 # make test-gpu   the tests that need a GPU
 # make sanitize   tests under sanitizers: of host code, and on a machine with GPUs of kernels       ARGS="-k chain"
-# make bench      all benchmarks, those of collectives on several GPUs                   ARGS="--quick --out DIR"
+# make bench      all benchmarks, those of several ranks on several GPUs                 ARGS="--quick --out DIR"
 # make build      install te_graph, editable, and compile what changed
 # make format     format the C++ code, fix what ruff can
 # make clean      remove what was built
@@ -132,7 +132,8 @@ bench: $(BUILT)
 	$(PY) benchmarks/bench_fp8_training.py $(ARGS)
 	$(PY) benchmarks/bench_flags.py $(ARGS)
 	if [ $$($(PY) -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then \
-		$(PY) benchmarks/bench_collectives.py $(ARGS); fi
+		$(PY) benchmarks/bench_collectives.py $(ARGS); \
+		$(PY) benchmarks/bench_flat.py $(ARGS); fi
 
 format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)

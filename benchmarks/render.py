@@ -19,6 +19,7 @@ from typing import Any
 
 from cases.build.table import build_table
 from cases.collectives.table import collectives_table
+from cases.flat.table import flat_table
 from cases.fp8.layer_table import fp8_layers_table
 from cases.fp8.linear_table import fp8_linear_table
 from cases.fp8.table import fp8_table
@@ -45,6 +46,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "fp8_layers": fp8_layers_table,
     "fp8_training": fp8_training_table,
     **{f"collectives_{world}": collectives_table for world in WORLDS},
+    "flat": flat_table,
     "build": build_table,
 }
 

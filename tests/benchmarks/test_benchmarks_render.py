@@ -188,7 +188,7 @@ def test_a_folder_without_results_is_refused(folder, capsys):
     graphed = "graphed.json or graphed_transformer_engine.json or graphed_sweep.json"
     fp8 = "fp8.json or fp8_linear.json or fp8_layers.json or fp8_training.json"
     names = f"{graphed} or multi_tensor.json or flags.json or {fp8}"
-    worlds = "collectives_2.json or collectives_4.json or collectives_8.json or build.json"
+    worlds = "collectives_2.json or collectives_4.json or collectives_8.json or flat.json or build.json"
     assert f"expected {names} or {worlds}, got none" in capsys.readouterr().err
     assert folder.readme.read_text() == README
 
