@@ -111,7 +111,9 @@ class FlatParameters(GradientParts):
         self.overlap = bool(overlap)
         self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
         if self.process_group is not None and self.process_group.size() > 1:
-            settings = f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}"
+            settings = (
+                f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
+            )
             check_alike(named, settings, self.process_group)
             if self.peer_group is None:
                 self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
