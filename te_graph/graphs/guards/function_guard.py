@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import Counter, deque
 
 from torch import nn
 
@@ -23,7 +23,7 @@ class FunctionGuard:
 
     Args:
         sources: as a ``SourceWalker`` found them.
-        used: identities of the storages whose memory matters; None: all.
+        used: identities of the storages whose memory matters; None: all. Others that do are found here.
         written: of those whose version counters a replay moves on.
         asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is
             a change; as it is for all parameters if there are any. None: all tensors.
@@ -47,6 +47,8 @@ class FunctionGuard:
         self._runs_backward = runs_backward
         self._tells_apart = tells_apart
         self._steps: dict[int, int] = {}
+        if used is not None:
+            used = used | _moved(sources, asked)
         self._incomparable = {id(source.parent) for source in sources if source.kind == _Kind.NEVER}
         for source in sources:
             is_used = source.is_strided_tensor and (used is None or storage_key(source.obj) in used)
@@ -132,6 +134,16 @@ def _matters(grad: GuardedSource, asked: set[int] | None) -> bool:
     """Whether the gradient at a source may be asked for while it is not used."""
     owner = grad.parent.obj
     return asked is None or id(owner) in asked or (bool(asked) and owner.requires_grad)
+
+
+def _moved(sources: list[GuardedSource], asked: set[int] | None) -> set[int]:
+    """Identities of the storages of gradients that may be asked for and that stand elsewhere, too: the function may
+    have put them there (``p.grad = p.main_grad``, ``self.grads = [p.grad]``), as a replay does not."""
+    grads = {storage_key(one.obj) for one in sources if one.is_grad and one.is_strided_tensor and _matters(one, asked)}
+    if not grads:
+        return grads
+    places = Counter(storage_key(source.obj) for source in sources if source.is_strided_tensor)
+    return {key for key in grads if places[key] > 1}
 
 
 def _size(name: str, what: str) -> str:
