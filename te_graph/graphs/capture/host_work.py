@@ -77,7 +77,8 @@ class HostWork:
             return
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
         sources = self._explore()
-        changed = self._first_change(sources)
+        set_ = self._generators.set_by(*(watch.states for watch in watches))
+        changed = self._first_change(sources) if set_ is None else f"the state of {set_}"
         drawn = self._generators.drawn_from() or next((watch.drawn for watch in watches if watch.drawn), None)
         self.is_settled = changed is None
         if self._is_first:

@@ -222,13 +222,15 @@ class _Attempt:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
-            drawn_from = generators.drawn_from() or code.drawn
+            drawn_from, set_ = generators.drawn_from() or code.drawn, generators.set_by(code.states)
             generators.restore()
         if drawn_from is not None:
             raise CaptureError(
                 f"{self._label}: draws random numbers from {drawn_from}, which a replay would not do: draw them with "
                 "torch, or pass them"
             )
+        if set_ is not None:
+            raise CaptureError(f"{self._label}: sets the state of {set_}, which a replay would not do: set it outside")
 
     @contextlib.contextmanager
     def undone_unless_right(self) -> Iterator[None]:

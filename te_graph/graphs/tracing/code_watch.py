@@ -30,7 +30,14 @@ from te_graph.graphs.tracing.names import (
 )
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region, user_site
-from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, unseen_draw
+from te_graph.graphs.tracing.system_draws import (
+    CODE_OF_SEED,
+    FROM_SEED,
+    StateWatch,
+    is_draw_beside,
+    is_of_state,
+    unseen_draw,
+)
 
 _CALL = run_region.__code__  # below it runs what is watched
 _CALLERS = os.path.join(PACKAGE, "graphs", "callables", "")
@@ -63,6 +70,7 @@ class CodeWatch:
             argument, or that of the function of an installed package which calls them.
         drawn: from where some code first drew random numbers of which no generator's state tells, in words; None: from
             nowhere. Before Python 3.12 on this thread alone.
+        states: sees of which generators code sets the state, likewise.
         runs_compiled: it called what ``torch.compile`` made of a function.
         missing: names of attributes that the user's code asked for, in whatever way, and that were not there. Before
             Python 3.12 on this thread alone, and not under a debugger.
@@ -79,6 +87,7 @@ class CodeWatch:
         self.names: set[str] = set()
         self.looks_at_all = self.calls_extensions = False
         self.drawn: str | None = None
+        self.states = StateWatch()
         self.field_readers: set[str] = set()
         self.missing: set[str] = set()
         self.looked_up: set[tuple[type, str]] = set()
@@ -170,6 +179,8 @@ class CodeWatch:
         """Of a call of what Python code did not write, by the function of ``frame``, with ``first`` as an argument."""
         if (name := unseen_draw(function, first)) is not None:
             self._note_draw(name, frame)
+        if is_of_state(function) and not self._is_aside(frame):
+            self.states.see(function, first)
         if type(function) is types.FunctionType or id(function) in self._known_calls:
             return
         is_function = is_of_extension(function)

@@ -1,6 +1,6 @@
-"""Draws of random numbers of which no state of a generator tells: from the system, where other ones come at each call
-and generators that are made without a seed take theirs, and from generators of the process, whose state code may have
-put back since.
+"""Uses of random generators of which no state of a generator tells: draws from the system, where other numbers come at
+each call and generators that are made without a seed take theirs, draws from generators of the process, whose state
+code may have put back since, and states that code sets to what they are by chance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _FROM_SYSTEM = "the system (os.urandom, as SystemRandom, secrets, uuid4 and gene
 _CODE_OF_BITS = random.SystemRandom.getrandbits.__code__  # which NumPy calls, from C
 _OF_SYSTEM = frozenset(id(vars(os)[name]) for name in ("urandom", "getrandom") if hasattr(os, name))
 _SEED_OF_TORCH = torch.Generator.seed
-_OF_STATES = frozenset({"getstate", "setstate", "get_state", "set_state"})
+_READERS = frozenset({"getstate", "get_state", "graphsafe_get_state"})
+_SETTERS = frozenset({"seed", "manual_seed", "setstate", "set_state", "set_offset", "graphsafe_set_state"})
+_OF_STATES = _READERS | _SETTERS
 _WITH_OWNER = (types.BuiltinFunctionType, types.MethodType)
 # What these draw are names of files and modules, and names of what they keep in memory.
 _BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
@@ -39,13 +41,41 @@ def unseen_draw(function: Any, first: Any) -> str | None:
     is_bound = type(function) is types.BuiltinFunctionType and function.__name__ == "seed"
     if function is _SEED_OF_TORCH or (is_bound and isinstance(function.__self__, torch.Generator)):
         return "torch.Generator.seed"
-    if getattr(function, "__name__", "") in _OF_STATES:
+    if is_of_state(function):
         return None
     generator = function.__self__ if type(function) in _WITH_OWNER else first
     if type(generator) is random.Random:
         return OF_PYTHON if generator is random._inst else None
     numpy = sys.modules.get("numpy.random")
     return OF_NUMPY if numpy is not None and generator is numpy.mtrand._rand else None
+
+
+def is_of_state(function: Any) -> bool:
+    """Whether ``function`` may read or set the state of a generator."""
+    return getattr(function, "__name__", "") in _OF_STATES
+
+
+class StateWatch:
+    """Notes of which generators code sets the state, but where it has read it before, and may put it back.
+
+    Attributes:
+        set_: these generators, by identity.
+    """
+
+    def __init__(self) -> None:
+        self.set_: dict[int, Any] = {}
+        self._read: dict[int, Any] = {}
+
+    def see(self, function: Any, first: Any) -> None:
+        """That ``function``, of which ``is_of_state`` is true, is about to be called with ``first`` as an argument."""
+        numpy = sys.modules.get("numpy.random")
+        generator = function.__self__ if type(function) in _WITH_OWNER else first
+        if numpy is not None and function is numpy.seed:
+            generator = numpy.mtrand._rand
+        if function.__name__ in _READERS:
+            self._read[id(generator)] = generator
+        elif id(generator) not in self._read:
+            self.set_[id(generator)] = generator
 
 
 def is_draw_beside(frame: types.FrameType) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from te_graph.graphs.guards.effects.reach import objects_at
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.system_draws import OF_NUMPY, OF_PYTHON
+from te_graph.graphs.tracing.system_draws import OF_NUMPY, OF_PYTHON, StateWatch
 
 
 class HostRandom:
@@ -29,10 +29,16 @@ class HostRandom:
         self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
             (OF_PYTHON, random.getstate, random.setstate)
         ]
+        self._objects: list[tuple[str, Any]] = [(OF_PYTHON, random._inst)]
+        kinds: tuple[type, ...] = (random.Random, torch.Generator)
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
+            kinds += (numpy.RandomState,)
             self._generators.append((OF_NUMPY, numpy.get_state, numpy.set_state))
+            self._objects.append((OF_NUMPY, numpy.mtrand._rand))
         for name, obj in objects_at(sources):
+            if isinstance(obj, kinds):
+                self._objects.append((name, obj))
             if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
                 self._generators.append((name, obj.getstate, obj.setstate))
             elif numpy is not None and isinstance(obj, numpy.RandomState):
@@ -54,6 +60,11 @@ class HostRandom:
             if pickle.dumps(get()) != pickle.dumps(state):
                 return name
         return None
+
+    def set_by(self, *watches: StateWatch) -> str | None:
+        """The first generator whose state ``watches`` have seen set, perhaps to what it was, or None."""
+        set_ = [key for watch in watches for key in watch.set_]
+        return next((name for name, obj in self._objects if id(obj) in set_), None)
 
     def restore(self) -> None:
         """Put the states back."""
