@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.captured_backward import capturing_backward
-from te_graph.common.dispatch import has_lost_history, is_leaf, is_strided, layout_name, storage_key
+from te_graph.common.dispatch import PACKAGE, has_lost_history, is_leaf, is_strided, layout_name, storage_key
 from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.kept_state import state_kept
 from te_graph.common.replay_checks import collecting_checks
@@ -108,8 +109,11 @@ def _run_to_see(call: Call, walker: SourceWalker) -> tuple[Any, str | None]:
     return result, _TOO_MANY if walker.has_too_many_sources else None
 
 
-def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:
-    """Capture the function, without effect on tensors; return the entry that replays it.
+def capture(
+    first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any
+) -> FunctionEntry | Exception:
+    """Capture the function, without effect on tensors; return the entry that replays it. Where the function raises an
+    exception of its own, which it may do in eager execution, too, all is as before, and that is returned.
 
     Raises:
         CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
@@ -123,10 +127,15 @@ def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, s
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
-    with state_kept():
-        attempt = _Attempt(label, call, walker, device)
-        with explained(label, "the capture", Notes()):
-            graph, checks, entry = _capture(attempt, first, backend, pool)
+    try:
+        with state_kept():
+            attempt = _Attempt(label, call, walker, device)
+            with explained(label, "the capture", Notes()):
+                graph, checks, entry = _capture(attempt, first, backend, pool)
+    except Exception as error:
+        if not _is_own(error):
+            raise
+        return error.with_traceback(None)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         entry.graph = _C.CapturedGraph(graph)
     entry.checks = [*checks, *([entry.host_steps.run] if len(entry.host_steps) else [])]
@@ -134,6 +143,12 @@ def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, s
     entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
     entry.seconds = time.perf_counter() - start
     return entry
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether the code of a function raised ``error``: not te_graph, whose modes call operators."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not isinstance(error, CaptureError) and not frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _capture(

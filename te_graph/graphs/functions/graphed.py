@@ -146,7 +146,11 @@ class GraphedFunction(Inlined):
         with alone, signals_held():  # until it replays: handlers may change what the capture has found
             with self._python():
                 entry = capture(first, call, self._walker, self._pool, self._stream)
-            return self._replay_new(first, entry, call)
+            if isinstance(entry, FunctionEntry):
+                return self._replay_new(first, entry, call)
+        reason = f"raised {type(entry).__name__} where it was to be captured"
+        self._warn_once(f"{reason} (runs eagerly)")
+        return self._run(call, reason)
 
     def _replay_new(self, first: FunctionEntry, entry: FunctionEntry, call: Call) -> Any:
         """Replay ``entry``, the capture that a call like ``first`` has just made."""
