@@ -15,7 +15,7 @@ import torch
 from calls import replays
 from text_cases import outcome_of_callable, refuses_changes, run_text, sees_changes
 
-from te_graph import make_graphed_callables
+from te_graph import CaptureError, graphed, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 _LOG = "import logging\nlog = logging.getLogger('te_graph_test.a')\n"
@@ -84,9 +84,10 @@ CASES = {**PUT_THERE, **LEVELS}
 
 @pytest.fixture
 def module(module: types.ModuleType) -> Iterator[types.ModuleType]:
-    level = logging.root.level
+    level, handlers = logging.root.level, list(logging.root.handlers)
     yield module
     logging.root.setLevel(level)
+    logging.root.handlers[:] = handlers
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("te_graph_test")]:
         del logging.root.manager.loggerDict[name]
 
@@ -129,3 +130,57 @@ def test_what_a_logger_keeps_about_levels_may_grow(module: types.ModuleType) -> 
         assert torch.equal(net(x), x * 2)
         assert replays(net) == count
         module.log.isEnabledFor(count)
+
+
+_HANDLER = """import logging
+log = logging.getLogger('te_graph_test.a'); log.setLevel(logging.INFO)
+class H(logging.Handler):
+ rows = 0
+ def emit(self, record): self.rows += 1
+"""
+_FILTER = """import io, logging
+log = logging.getLogger('te_graph_test.a'); log.setLevel(logging.INFO)
+log.addHandler(logging.StreamHandler(io.StringIO()))
+class F(logging.Filter):
+ rows = 0
+ def filter(self, record): self.rows += 1; return True
+"""
+TAKERS = {
+    "a handler": (f"{_HANDLER}log.addHandler(H())", "log.info('called')", r"H of global variable log"),
+    "a handler above": (f"{_HANDLER}logging.getLogger('te_graph_test').addHandler(H())", "log.info('called')", "H of"),
+    "of one that is looked up": (
+        f"{_HANDLER}log.addHandler(H())",
+        "logging.getLogger('te_graph_test.a').info('called')",
+        r"H of logger te_graph_test\.a",
+    ),
+    "through an adapter": (
+        f"{_HANDLER}log.addHandler(H())\nadapter = logging.LoggerAdapter(log, {{}})",
+        "adapter.info('called')",
+        "H of",
+    ),
+    "of the module": (f"{_HANDLER}logging.root.addHandler(H())", "logging.warning('called')", "H of logger root"),
+    "a filter": (f"{_FILTER}log.addFilter(F())", "log.info('called')", "F of"),
+    "a filter of a handler": (f"{_FILTER}log.handlers[-1].addFilter(F())", "log.info('called')", "F of"),
+}
+
+
+@pytest.mark.parametrize("case", TAKERS)
+def test_a_count_of_what_is_logged_is_refused(module: types.ModuleType, case: str) -> None:
+    setup, log, name = TAKERS[case]
+    run_text(module, f"{setup}\ndef fn(x):\n {log}\n return x * 2")
+    replayed, x = graphed(module.fn), torch.ones(2)
+    with pytest.raises(CaptureError, match=f"changes the state.*{name}"):
+        for _ in range(2):
+            replayed(x)
+    with pytest.raises(RuntimeError, match=f"changes {name}"):
+        make_graphed_callables(module.fn, (torch.ones(2),))
+
+
+@pytest.mark.parametrize("log", ["log.debug('called')", "logging.getLogger('te_graph_test').info('called')"])
+def test_a_handler_that_gets_no_record_does_not_matter(module: types.ModuleType, log: str) -> None:
+    run_text(module, f"{_HANDLER}log.addHandler(H())\ndef fn(x):\n {log}\n return x * 2")
+    replayed, x = graphed(module.fn), torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(replayed(x), x * 2)
+        module.log.warning("another")
+    assert replayed.info()["forward_replays"] == 2

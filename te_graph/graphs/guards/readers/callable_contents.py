@@ -216,7 +216,7 @@ class CallableContents(TensorReader):
             yield from contents(source)
             yield from self._inside_object(source, source.name)
         elif isinstance(obj, LOGGERS):
-            yield from inside_logger(source, self._names.said, self._reads)
+            yield from inside_logger(source, self._names, self._reads)
             yield from self._in_slots(source)
             yield from self._classes_of(source)
         elif isinstance(obj, functools.singledispatchmethod):

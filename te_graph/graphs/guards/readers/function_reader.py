@@ -192,7 +192,7 @@ class FunctionReader:
         elif isinstance(obj, LOGGERS):
             if source.depth < _MAX_DEPTH:
                 is_any = self.everything or not self.names.is_enough
-                yield from inside_logger(source, self.names.said, lambda _, key: is_any or key in self.names.said)
+                yield from inside_logger(source, self.names, lambda _, key: is_any or key in self.names.said)
                 yield from self._slots(source)
                 yield from self._class_of(source, source.attributes())
         else:
