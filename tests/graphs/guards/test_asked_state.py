@@ -6,6 +6,7 @@ Functions of graphed(), and callables of make_graphed_callables that call them.
 from __future__ import annotations
 
 import decimal
+import sys
 import types
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from sequences import counts
 from text_cases import function_of_case, refuses_changes, run_text, sees_changes
 from torch.utils import deterministic
 
-from te_graph import make_graphed_callables
+from te_graph import graphed, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 _IMPORTS = "import decimal, numpy as np, torch, torch.distributed as dist\nfrom torch.utils import deterministic"
@@ -129,3 +130,56 @@ def test_results_of_decimal_are_no_change_of_its_context(module: types.ModuleTyp
     decimal.Decimal(1) / 3  # is inexact, as the context has noted then
     net(x)
     assert replays(net) == 2
+
+
+SET_INSIDE = {  # by the function, between its calls, and what tells
+    "threads": ("torch.set_num_threads({})", 1, 2, "torch.get_num_threads()"),
+    "anomaly detection": (
+        "torch.autograd.set_detect_anomaly({}, check_nan=False)",
+        True,
+        False,
+        "torch.is_anomaly_enabled()",
+    ),
+    "warnings": ("torch.set_warn_always({})", True, False, "torch.is_warn_always_enabled()"),
+    "conversion": (
+        "torch.__future__.set_swap_module_params_on_conversion({})",
+        True,
+        False,
+        "torch.__future__.get_swap_module_params_on_conversion()",
+    ),
+    "threads of autograd": (
+        "torch.autograd.set_multithreading_enabled({})",
+        False,
+        True,
+        "torch.autograd.is_multithreading_enabled()",
+    ),
+    "checks of distributions": (
+        "torch.distributions.Distribution.set_default_validate_args({})",
+        False,
+        True,
+        "torch.distributions.Distribution._validate_args",
+    ),
+    "printing": ("torch.set_printoptions(precision={})", 3, 4, "torch._tensor_str.PRINT_OPTS.precision"),
+    "printing of NumPy": ("np.set_printoptions(precision={})", 3, 8, "np.get_printoptions()['precision']"),
+    "recursion": ("sys.setrecursionlimit({})", 1500, sys.getrecursionlimit(), "sys.getrecursionlimit()"),
+    "records": ("logging.disable({})", 10, 0, "logging.root.manager.disable"),
+    "a level": ("logging.getLogger('te_graph_test').setLevel({})", 10, 0, "logging.getLogger('te_graph_test').level"),
+    "TF32": ("torch.backends.cuda.matmul.allow_tf32 = {}", True, False, "torch.backends.cuda.matmul.allow_tf32"),
+}
+
+
+@pytest.mark.parametrize("case", SET_INSIDE)
+def test_a_setting_that_a_function_sets_is_set_by_each_call(module: types.ModuleType, case: str) -> None:
+    set_, inside, between, read = SET_INSIDE[case]
+    run_text(module, f"{_IMPORTS}\nimport logging, sys\ndef fn(x):\n {set_.format(inside)}\n return x * 2")
+    run_text(module, f"def look(): return {read}\ndef reset(): {set_.format(between)}")
+    replayed, x = graphed(module.fn), torch.ones(3)
+    try:
+        for step in range(6):
+            replayed(x)
+            assert module.look() == inside
+            if step > 2:
+                module.reset()
+    finally:
+        module.reset()
+    assert counts(replayed)[1] >= 2

@@ -1,8 +1,10 @@
-"""State of torch and Python that no object holds: code asks a function for it, and guards ask again."""
+"""State of torch and Python that no object holds: code asks a function for it, or sets it, and guards ask again."""
 
 from __future__ import annotations
 
 import decimal
+import logging
+import sys
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -37,7 +39,21 @@ def _allows_tf32() -> tuple | None:
         return None
 
 
-# By the names that code says.
+def _anomaly() -> tuple:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _printing() -> tuple:
+    of_numpy = () if np is None else tuple((key, repr(value)) for key, value in np.get_printoptions().items())
+    return tuple(vars(torch._tensor_str.PRINT_OPTS).items()), of_numpy
+
+
+def _validates() -> bool | None:
+    loaded = sys.modules.get("torch.distributions.distribution")
+    return None if loaded is None else loaded.Distribution._validate_args
+
+
+# By the names that code says, of functions that tell it and of those that set it.
 _ASKED: dict[str, Callable[[], Any]] = {
     "get_num_threads": torch.get_num_threads,
     "get_num_interop_threads": torch.get_num_interop_threads,
@@ -57,6 +73,17 @@ _ASKED: dict[str, Callable[[], Any]] = {
     "geterr": lambda: None if np is None else tuple(np.geterr().items()),
     "Decimal": _precision,
     "getcontext": _precision,
+    "setcontext": _precision,
+    "set_num_threads": torch.get_num_threads,
+    "set_detect_anomaly": _anomaly,
+    "set_warn_always": torch.is_warn_always_enabled,
+    "set_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
+    "set_overwrite_module_params_on_conversion": torch.__future__.get_overwrite_module_params_on_conversion,
+    "set_multithreading_enabled": torch.autograd.is_multithreading_enabled,
+    "set_default_validate_args": _validates,
+    "set_printoptions": _printing,
+    "setrecursionlimit": sys.getrecursionlimit,
+    "disable": lambda: logging.root.manager.disable,
 }
 
 

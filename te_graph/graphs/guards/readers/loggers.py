@@ -16,7 +16,7 @@ from te_graph.graphs.tracing.names import Names, codes_of
 
 _Kind = _C.StepKind
 LOGGERS = (logging.Logger, logging.LoggerAdapter)
-_ASK_FOR_LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"})
+_ASK_FOR_LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled", "setLevel"})
 _ASK_FOR_HANDLERS = frozenset({"hasHandlers", "handlers"})
 _OF_LEVELS = ("level", "disabled", "parent")
 _OF_HANDLERS = ("handlers", "propagate", "parent")
