@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequences import counts
+from sequences import assert_follows, counts
 from torch import Tensor, nn
 
 from te_graph import CaptureError, graphed
@@ -55,6 +55,23 @@ def test_a_tensor_that_is_no_longer_a_leaf_of_autograd(asks: Callable[[Tensor], 
         for _ in range(3):
             assert_bitwise_equal(replayed(given).clone(), function(given))
     assert counts(replayed) == (2, 4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "asks", "change"),
+    [
+        (lambda leaf: leaf * 1, lambda t: t.retains_grad, lambda t: t.retain_grad()),
+        (lambda leaf: leaf, lambda t: t.grad_dtype is None, lambda t: setattr(t, "grad_dtype", None)),
+    ],
+    ids=["retains_grad", "grad_dtype"],
+)
+def test_what_it_asks_about_gradients_of_a_tensor_that_it_does_not_use(
+    make: Callable, asks: Callable, change: Callable, device: str, request: pytest.FixtureRequest
+) -> None:
+    if "grad_dtype" in request.node.name and not hasattr(Tensor, "grad_dtype"):
+        pytest.skip("this version of torch has no grad_dtype")
+    held = make(torch.ones(3, device=device, requires_grad=True))
+    assert_follows(lambda x: x * (2.0 if asks(held) else 3.0), lambda: change(held), device)
 
 
 VIEWS = {

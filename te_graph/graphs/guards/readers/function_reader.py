@@ -85,6 +85,7 @@ _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
+_OF_GRADIENTS = frozenset({"retains_grad", "grad_dtype"})  # the latter of leaves alone, in torch 2.10 and newer
 
 
 @dataclass
@@ -226,6 +227,9 @@ class FunctionReader:
             yield source.child(tensor.grad, name_of("grad", source.name), _Kind.GRAD)
         if tensor.requires_grad and not _HISTORY.isdisjoint(self.names.said):  # without a gradient it is a leaf
             yield source.child(tensor.is_leaf, name_of("is_leaf", source.name), _Kind.ATTRIBUTE, "is_leaf")
+        for key in sorted(_OF_GRADIENTS & self.names.said):
+            if key == "retains_grad" or (is_leaf(tensor) and hasattr(Tensor, key)):
+                yield source.child(getattr(tensor, key), name_of(key, source.name), _Kind.ATTRIBUTE, key)
         hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
         # Else the guard sees that there are none. Behind one that was removed an empty dictionary is left.
         if any(value is not None for value in hooks.values()):
