@@ -31,9 +31,9 @@ def plain_class(kind: type) -> type:
     return vars(kind).get(_BASE, kind)
 
 
-def set_class(module: nn.Module, kind: type) -> None:
-    """Make ``module`` an instance of ``kind``, whatever its present class says to that."""
-    _real_class.__set__(module, kind)
+def set_class(obj: Any, kind: type) -> None:
+    """Make ``obj`` an instance of ``kind``, whatever its present class says to that."""
+    _real_class.__set__(obj, kind)
 
 
 def graphed_class(base: type[nn.Module]) -> type[nn.Module]:

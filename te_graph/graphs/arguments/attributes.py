@@ -14,6 +14,9 @@ from te_graph.common.class_origins import is_of_python
 # A class may give its objects another ``__dict__``, as proxies do, or another way to find attributes.
 _generic_dict = ctypes.PyDLL(None).PyObject_GenericGetDict
 _generic_dict.restype, _generic_dict.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_void_p)
+_set_generic_dict = ctypes.PyDLL(None).PyObject_GenericSetDict
+_set_generic_dict.restype = ctypes.c_int
+_set_generic_dict.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, slice, torch.dtype, torch.device}
 )
@@ -28,6 +31,11 @@ def instance_dict(obj: Any) -> dict[str, Any] | None:
         return None
     members = _generic_dict(obj, None)
     return members if isinstance(members, dict) else None
+
+
+def set_instance_dict(obj: Any, members: dict[str, Any]) -> None:
+    """Give ``obj`` the dictionary that ``instance_dict`` has found before, without code of its class."""
+    _set_generic_dict(obj, members, None)
 
 
 def own_attribute(obj: Any, name: str) -> Any:

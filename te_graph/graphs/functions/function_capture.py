@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,9 +209,12 @@ class _Attempt:
         self._containers = ContainerState(
             source
             for source in self._before
-            if isinstance(source.obj, CONTAINERS) or is_small_array(source.obj) or not is_opaque(source.obj)
+            if isinstance(source.obj, (*CONTAINERS, types.FunctionType))
+            or is_small_array(source.obj)
+            or not is_opaque(source.obj)
         )
         self._bindings = Bindings(self._before)
+        self._generators = HostRandom(self._before, with_torch=True)
         self._result: Any = None
 
     @contextlib.contextmanager
@@ -230,15 +234,14 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        generators, code = HostRandom(self._before), CodeWatch()
+        code = CodeWatch()
         try:
             in_backward = capturing_backward(self._host_steps)
             with code, self._host_steps, in_backward, CapturedFp8Calls() as self._fp8_calls:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
-            drawn_from, set_ = generators.drawn_from() or code.drawn, generators.set_by(code.states)
-            generators.restore()
+        drawn_from, set_ = self._generators.drawn_from() or code.drawn, self._generators.set_by(code.states)
         if drawn_from is not None:
             raise CaptureError(
                 f"{self._label}: draws random numbers from {drawn_from}, which a replay would not do: draw them with "
@@ -249,7 +252,8 @@ class _Attempt:
 
     @contextlib.contextmanager
     def undone_unless_right(self) -> Iterator[None]:
-        """Put back what the run wrote into tensors; if an exception comes, what it left in attributes as well."""
+        """Put back what the run wrote into tensors, and states of generators; if an exception comes, what it left in
+        attributes as well."""
         try:
             yield
         except BaseException:
@@ -259,6 +263,7 @@ class _Attempt:
             raise
         finally:
             self.watch.restore()
+            self._generators.restore()
 
     def entry(self, devices: set[torch.device]) -> FunctionEntry:
         """Check what the run did; return an entry without its graph."""

@@ -390,11 +390,11 @@ def graphed(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        CaptureError: from the second call, which then leaves no trace: the function does what a replay could not
-            repeat. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
-            that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
-            a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
-            the attribute.
+        CaptureError: from the second call, which then leaves no trace in tensors and in what is compared: the function
+            does what a replay could not repeat. It reads a tensor on the host, works on CPU tensors while it uses a
+            GPU, leaves a tensor that it computed in an attribute, a list or a ``.grad``, changes a number or a
+            container at every call, uses a tensor that cannot be found, returns one that requires a gradient. Names the
+            operation and the line, or the attribute.
         RuntimeError: ``on_mismatch="raise"`` and something has changed; or what is used (a plan, prepared weights) is
             no longer what it was.
 

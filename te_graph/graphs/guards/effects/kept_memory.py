@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from te_graph.graphs.guards.values import np
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MAX_BYTES = 1 << 20  # as guards compare
+_OF_CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _set_data = Tensor.data.__set__  # whatever stands there while a capture watches
 
 
@@ -58,26 +60,40 @@ class ArrayContents:
     """What a small array of numbers holds.
 
     Args:
-        values: a ``bytearray``, ``array.array`` or array of NumPy.
+        values: for which ``is_small_array`` is true.
     """
 
     def __init__(self, values: Any) -> None:
         self._values = values
-        self._kept = np.array(values) if _is_of_numpy(values) else values[:]
+        self._kept = np.array(values) if _is_of_numpy(values) else _bytes_in(values)[:]
 
     def restore(self, with_hooks: bool = True) -> None:
         """Put it back."""
         if not _is_of_numpy(self._values):
-            self._values[:] = self._kept
-        elif self._values.flags.writeable and self._values.shape == self._kept.shape:
+            _bytes_in(self._values)[:] = self._kept
+        elif self._values.flags.writeable and self._values.size == self._kept.size:
+            if self._values.shape != self._kept.shape:
+                self._values.shape = self._kept.shape
             np.asarray(self._values)[...] = self._kept
 
 
 def is_small_array(obj: Any) -> bool:
-    """Whether ``obj`` is an array that guards compare, hence is put back."""
+    """Whether ``obj`` is an array, or other memory with numbers, that guards compare, hence is put back."""
     if _is_of_numpy(obj):
         return obj.nbytes <= _MAX_BYTES
+    if isinstance(obj, memoryview):
+        return not obj.readonly and obj.c_contiguous and obj.nbytes <= _MAX_BYTES
+    if isinstance(obj, _OF_CTYPES):
+        return obj._objects is None and ctypes.sizeof(obj) <= _MAX_BYTES  # else there are pointers in it
     return isinstance(obj, bytearray | array.array) and len(obj) * getattr(obj, "itemsize", 1) <= _MAX_BYTES
+
+
+def _bytes_in(values: Any) -> Any:
+    """What can be read and written at ``[:]``: the array itself, or all bytes of the memory."""
+    if isinstance(values, bytearray | array.array):
+        return values
+    size = values.nbytes if isinstance(values, memoryview) else ctypes.sizeof(values)
+    return (ctypes.c_char * size).from_buffer(values)
 
 
 def _is_of_numpy(obj: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.class_origins import HEAP_TYPE
 from te_graph.common.dispatch import is_leaf
 from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import items_of, kind_of, members_of, put_back
-from te_graph.graphs.arguments.attributes import in_slot, instance_dict, slot_of
+from te_graph.graphs.arguments.attributes import in_slot, instance_dict, set_instance_dict, slot_of
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.effects.kept_memory import ArrayContents, TensorState, is_small_array
 from te_graph.graphs.guards.effects.reach import objects_at
@@ -24,12 +26,14 @@ from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
 CONTAINERS = (dict, list, set, deque)
 _HOOKS = "_hooks"  # in the names of the tables where modules have them
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__")  # of functions
 _SLOTS_APART = (types.CellType, Inlined)  # cells are bindings, and te_graph's state is no effect of code
 
 
 class ContainerState:
     """The contents of the attributes, slots, dictionaries, lists, sets, deques and small arrays that a callable refers
-    to, the hooks and classes of modules, where tensors lie, and the flags and hooks of leaves.
+    to, classes of objects, code and defaults of functions, hooks of modules, where tensors lie, and the flags and hooks
+    of leaves.
 
     Args:
         sources: the callable and what it refers to. References to what they hold are kept until this object goes.
@@ -38,7 +42,9 @@ class ContainerState:
     def __init__(self, sources: Iterable[Source]) -> None:
         self._kept: list[tuple[Any, list[Any], list[Any]]] = []
         self._slots: list[tuple[Any, str, Any]] = []
-        self._classes: list[tuple[nn.Module, type]] = []
+        self._classes: list[tuple[Any, type]] = []
+        self._dicts: list[tuple[Any, dict[str, Any]]] = []
+        self._functions: list[tuple[types.FunctionType, list[Any]]] = []
         self._memory: list[TensorState | ArrayContents] = []
         for _, obj in objects_at(source for source in sources if source.again is None):
             self._keep_contents(obj)
@@ -46,8 +52,10 @@ class ContainerState:
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, OwnObject):  # beside what is captured others may change it, and it is put back by its own
             return
-        if isinstance(obj, nn.Module):
+        if type(obj).__flags__ & HEAP_TYPE:
             self._classes.append((obj, type(obj)))
+        if isinstance(obj, types.FunctionType):
+            self._functions.append((obj, _parts_of(obj)))
         elif isinstance(obj, Tensor):
             grads = () if not is_leaf(obj) or obj.grad is None else (obj.grad,)
             self._memory += map(TensorState, (obj, *grads))
@@ -59,6 +67,8 @@ class ContainerState:
             self._keep(obj)
         if (members := instance_dict(obj)) is not None:
             self._keep(members)
+            if not isinstance(obj, threading.local):
+                self._dicts.append((obj, members))
             if isinstance(obj, nn.Module):
                 tables = (value for key, value in members.items() if key in MODULE_TABLES or _HOOKS in key)
                 for table in filter(lambda table: isinstance(table, dict), tables):  # not so of ScriptModules
@@ -69,9 +79,16 @@ class ContainerState:
 
     def restore(self, with_hooks: bool = True) -> None:
         """Put all back, object by object; with or without hooks of tensors."""
-        for module, kind in self._classes:
-            if type(module) is not kind:
-                set_class(module, kind)
+        for obj, kind in self._classes:
+            if type(obj) is not kind:
+                set_class(obj, kind)
+        for obj, members in self._dicts:
+            if instance_dict(obj) is not members:
+                set_instance_dict(obj, members)
+        for function, parts in self._functions:
+            for name, now, before in zip(_PARTS, _parts_of(function), parts, strict=True):
+                if now is not before:
+                    setattr(function, name, before)
         for memory in self._memory:
             memory.restore(with_hooks)
         for obj, slot, value in self._slots:
@@ -81,6 +98,10 @@ class ContainerState:
         for container, *contents in self._kept:
             if not all(map(_are_the_same, _contents_of(container), contents)):
                 put_back(container, *contents)
+
+
+def _parts_of(function: types.FunctionType) -> list[Any]:
+    return [getattr(function, name) for name in _PARTS]
 
 
 def _contents_of(container: dict | list | set | deque) -> tuple[list[Any], list[Any]]:
