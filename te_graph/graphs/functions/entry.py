@@ -10,6 +10,7 @@ import torch
 
 from te_graph import _C
 from te_graph.graphs.arguments.signature import ResultNest
+from te_graph.graphs.functions.renewals import Renewal
 from te_graph.graphs.functions.result_tensors import ResultTensors
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
@@ -37,6 +38,7 @@ class FunctionEntry:
         graph: None until captured.
         results: nest of the results.
         tensors: those among them.
+        renewals: places of containers that each call makes anew.
         host_steps: what its ops do on the host before they launch.
         fp8_region: the number of the region around the call.
         checks: what is called before each replay: what ``before_replay`` was given in the capture, and these steps.
@@ -59,6 +61,7 @@ class FunctionEntry:
     graph: _C.CapturedGraph | None = None
     results: ResultNest | None = None
     tensors: ResultTensors = field(default_factory=ResultTensors)
+    renewals: list[Renewal] = field(default_factory=list)
     host_steps: _C.HostSteps = field(default_factory=_C.HostSteps)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
@@ -70,7 +73,13 @@ class FunctionEntry:
     def __post_init__(self) -> None:
         self.device = next((device for device in self.devices if device.type == "cuda"), CPU)
         self.fp8_region = _C.fp8_region()
+        self._steps: list[int] = []  # of the guard: what a replay needs
         self.settings = _C.Settings(self.device, with_modes=True, with_autocast_cache=True, with_autocast_dtype=True)
+
+    def find(self, tensors: ResultTensors, renewals: list[Renewal]) -> None:
+        """Let replays find what they need for ``tensors`` and ``renewals``."""
+        self.tensors, self.renewals = tensors, renewals
+        self._steps = [*tensors.found_steps, *(renewal.step for renewal in renewals)]
 
     def change(self, call: Call) -> str:
         """How ``call`` differs from the one that this entry is for; empty when it does not."""
@@ -84,7 +93,7 @@ class FunctionEntry:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
         if self.checks:  # which come in between
             return self.change(call), []
-        return self.guard.begin(self.settings, call, self.tensors.found_steps)
+        return self.guard.begin(self.settings, call, self._steps)
 
     def refuse_if_undone(self, call: Call) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
@@ -97,13 +106,22 @@ class FunctionEntry:
             for check in self.checks:
                 check()
             # They are the user's code, and what follows relies on what the guard has met.
-            change, found = self.guard.begin(self.settings, call, self.tensors.found_steps)
+            change, found = self.guard.begin(self.settings, call, self._steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         tensors = self.tensors
+        if self.renewals:
+            found = self._renewed(found)
         others = None if tensors.is_lent_alone else tensors.found(found)
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
         lent = replay_order.replay(self.graph, tensors.lent)
         if self.checks:
             self.host_steps.finish()
         return self.results.unflatten(lent if others is None else tensors.build(lent, others))
+
+    def _renewed(self, found: list[Any]) -> list[Any]:
+        """Renew what each call makes; return what the results then are of what the guard has ``found``."""
+        count, copies = len(self.tensors.found_steps), dict[int, Any]()
+        for renewal, owner in zip(self.renewals, found[count:], strict=True):
+            renewal.renew(owner, copies)
+        return [copies.get(id(one), one) for one in found[:count]]

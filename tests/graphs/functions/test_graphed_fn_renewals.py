@@ -1,0 +1,198 @@
+"""graphed(): what a function makes anew at each call and leaves somewhere is another object after each call."""
+
+from __future__ import annotations
+
+import collections
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from sequences import counts
+from torch import Tensor, nn
+
+from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+@dataclass
+class Row:
+    rate: float
+    names: list[str] = field(default_factory=lambda: ["a"])
+
+
+@dataclass(slots=True)
+class SlottedRow:
+    rate: float
+
+
+class Slotted:
+    __slots__ = ("last", "rate", "shared", "weight")
+
+
+class Open:
+    pass
+
+
+LAST: Any = None
+
+
+MAKES: dict[str, Callable[[Any], Any]] = {
+    "a dictionary": lambda t: {"rate": t.rate},
+    "a list": lambda t: [t.rate, "a"],
+    "a set": lambda t: {t.rate},
+    "a deque": lambda t: collections.deque([t.rate], maxlen=3),
+    "an ordered dictionary": lambda t: collections.OrderedDict(a=t.rate, b=1),
+    "a dictionary with a default": lambda t: collections.defaultdict(list, a=t.rate),
+    "a dataclass": lambda t: Row(t.rate),
+    "a dataclass with slots": lambda t: SlottedRow(t.rate),
+    "a list in a dictionary": lambda t: {"rates": [t.rate], "shared": t.shared},
+    "a list in a tuple": lambda t: ([t.rate], 1),
+    "gradients": lambda t: [t.weight.grad],
+}
+
+
+def _made_by(kind: type, device: str) -> Any:
+    owner = kind()
+    owner.rate, owner.last, owner.shared = 0.5, None, [1.0]
+    owner.weight = nn.Parameter(torch.ones(3, device=device))
+    owner.weight.grad = torch.ones(3, device=device)
+    return owner
+
+
+def _mutable(value: Any) -> list[Any]:
+    """The identities that are new in each call."""
+    inner = value["rates"] if isinstance(value, dict) and "rates" in value else None
+    return [id(value[0]) if isinstance(value, tuple) else id(value), *([] if inner is None else [id(inner)])]
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("kind", [Open, Slotted])
+def test_what_each_call_leaves_is_an_object_of_its_own(name: str, kind: type, device: str) -> None:
+    owner, total = _made_by(kind, device), torch.zeros(3, device=device)
+
+    def step() -> None:
+        total.add_(owner.rate)
+        owner.last = MAKES[name](owner)
+
+    replayed, kept = graphed(step), []
+    for _ in range(6):
+        replayed()
+        kept.append(owner.last)
+    assert counts(replayed)[1] >= 3
+    assert len({one for value in kept for one in _mutable(value)}) == 6 * len(_mutable(kept[0]))
+    assert all(type(value) is type(kept[0]) for value in kept)
+    if name != "gradients":
+        assert all(value == MAKES[name](owner) for value in kept)
+    if name == "a list in a dictionary":
+        assert all(value["shared"] is owner.shared for value in kept)
+    assert_bitwise_equal(total, torch.full_like(total, 3))
+
+
+def test_in_lists_variables_and_dictionaries(device: str) -> None:
+    total, places, table, last = torch.zeros(3, device=device), [None], {}, None
+
+    def step() -> None:
+        nonlocal last
+        global LAST
+        total.add_(1)
+        places[0] = table["last"] = [1]
+        last, LAST = {"a": 1}, {"b": 2}
+
+    replayed, kept = graphed(step), []
+    for _ in range(6):
+        replayed()
+        assert places[0] is table["last"]
+        kept.append((places[0], last, LAST))
+    assert counts(replayed)[1] == 5
+    assert len({id(one) for row in kept for one in row}) == 18
+
+
+def test_a_copy_that_it_makes_of_its_own_is_not_what_others_keep(device: str) -> None:
+    owner, x = _made_by(Open, device), torch.ones(3, device=device)
+    owner.options = [0.5]
+
+    def step() -> None:
+        owner.options = list(owner.options)
+        x.mul_(owner.options[0])
+
+    replayed = graphed(step)
+    for _ in range(3):
+        replayed()
+    mine = owner.options
+    replayed()
+    mine[0] = 2.0
+    replayed()
+    assert_bitwise_equal(x, torch.full_like(x, 0.5**5))
+
+
+def test_a_part_that_others_hold_stays_shared(device: str) -> None:
+    owner, total = _made_by(Open, device), torch.zeros(3, device=device)
+    shared, hidden = [1.0], queue.SimpleQueue()  # in which no guard looks
+    hidden.put(shared)
+
+    def step() -> None:
+        total.add_(1)
+        owner.last = {"shared": hidden.get(), "own": [1.0]}
+        hidden.put(owner.last["shared"])
+
+    replayed, kept = graphed(step), []
+    for _ in range(6):
+        replayed()
+        kept.append(owner.last)
+    assert all(row["shared"] is shared for row in kept)
+    assert len({id(row["own"]) for row in kept}) == 6
+    assert counts(replayed)[1] == 5
+
+
+def test_what_nobody_keeps_stays(device: str) -> None:
+    owner, total = _made_by(Open, device), torch.zeros(3, device=device)
+
+    def step() -> None:
+        total.add_(1)
+        owner.last = {"rates": [owner.rate]}
+
+    replayed = graphed(step)
+    for _ in range(3):
+        replayed()
+    there = id(owner.last)
+    for _ in range(3):
+        replayed()
+        assert id(owner.last) == there
+
+
+def test_a_result_is_what_the_call_left(device: str) -> None:
+    owner, total = _made_by(Open, device), torch.zeros(3, device=device)
+
+    def step() -> tuple[Tensor, dict[str, Any]]:  # [3], and what it left
+        total.add_(1)
+        owner.last = {"rates": [owner.rate]}
+        return total, owner.last
+
+    replayed, kept = graphed(step), []
+    for _ in range(6):
+        same, last = replayed()
+        assert same is total
+        assert last is owner.last
+        kept.append(last)
+    assert len(set(map(id, kept))) == 6
+    assert counts(replayed)[1] == 5
+
+
+def test_an_argument_that_it_keeps_is_that_of_this_call(device: str) -> None:
+    owner, total = _made_by(Open, device), torch.zeros(3, device=device)
+
+    def step(t: Tensor, options: dict[str, float]) -> None:  # [3]
+        t.add_(options["a"])
+        owner.last = options
+
+    replayed, one = graphed(step), {"a": 1.0}
+    for options in (one, one, one, {"a": 1.0}, {"a": 1.0}, one, one):
+        replayed(total, options)
+        assert owner.last is options
+    assert_bitwise_equal(total, torch.full_like(total, 7))
+    assert counts(replayed)[1] >= 3
