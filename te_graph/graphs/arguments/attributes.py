@@ -29,13 +29,13 @@ def instance_dict(obj: Any) -> dict[str, Any] | None:
         return obj.__dict__
     if not kind.__dictoffset__ or issubclass(kind, type):  # what a class has is no dictionary
         return None
-    members = _generic_dict(obj, None)
+    members = _generic_dict(ctypes.py_object(obj), None)  # of a ctypes.py_object ctypes takes what that holds
     return members if isinstance(members, dict) else None
 
 
 def set_instance_dict(obj: Any, members: dict[str, Any]) -> None:
     """Give ``obj`` the dictionary that ``instance_dict`` has found before, without code of its class."""
-    _set_generic_dict(obj, members, None)
+    _set_generic_dict(ctypes.py_object(obj), members, None)
 
 
 def own_attribute(obj: Any, name: str) -> Any:

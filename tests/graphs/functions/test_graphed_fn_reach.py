@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import decimal
 import importlib
 import sys
@@ -265,3 +266,11 @@ def test_a_module_that_makes_up_attributes(monkeypatch: pytest.MonkeyPatch) -> N
     module, held = types.ModuleType("made_up"), {"factor": 2.0}
     module.__getattr__ = lambda name: held[name]  # without an AttributeError
     assert_follows(lambda x: x * module.factor, lambda: held.update(factor=3.0))
+
+
+def test_an_object_of_ctypes_that_holds_another_one() -> None:
+    held, x = ctypes.py_object([2.0]), torch.ones(3)
+    replayed = graphed(lambda x: x * held.value[0])
+    for value in (2.0, 2.0, 2.0, 3.0, 3.0):
+        held.value[0] = value
+        assert_bitwise_equal(replayed(x).clone(), x * value)
