@@ -6,6 +6,7 @@
 
 #include "common/python_function.h"
 #include "flat/flat_gradients.h"
+#include "flat/taken_gradients.h"
 
 namespace py = pybind11;
 
@@ -28,6 +29,10 @@ at::Tensor view_in_buffer(const at::Tensor& buffer, int64_t offset, const at::Te
 
 void bind(py::module_& m) {
     m.def("view_in_buffer", &view_in_buffer, py::arg("buffer"), py::arg("offset"), py::arg("like"));
+    m.def(
+        "take_gradients",
+        [](const at::Tensor& leaf, py::function take) { take_gradients(leaf, with_gil<at::Tensor>(std::move(take))); },
+        py::arg("leaf"), py::arg("take"));
     py::class_<Backwards, std::shared_ptr<Backwards>>(m, "Backwards")
         .def(py::init([](py::function begin, py::function ready, py::function end, const std::vector<size_t>& sizes) {
                  const auto asks = [held = held_on_any_thread(std::move(begin))] {

@@ -1,7 +1,6 @@
 #include "flat/flat_gradient.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <sstream>
@@ -10,6 +9,7 @@
 #include "common/current_stream.h"
 #include "common/dtype_name.h"
 #include "common/leaf.h"
+#include "flat/taken_gradients.h"
 
 namespace te_graph::flat {
 
@@ -17,15 +17,6 @@ namespace impl = torch::autograd::impl;
 using torch::autograd::variable_list;
 
 namespace {
-
-// Whether the backward under way accumulates into `leaf` [...]: autograd.grad, and backward(inputs=...), may not.
-bool accumulates_into(const at::Tensor& leaf) {
-    const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
-    if (asked == nullptr || asked->empty()) return true;
-    const auto accumulator = impl::try_get_grad_accumulator(leaf);
-    const auto found = accumulator ? asked->find(accumulator.get()) : asked->end();
-    return found != asked->end() && found->second.needed_;
-}
 
 // Whether no hook comes after te_graph's own: what that has taken, others would miss.
 bool comes_last(const torch::autograd::AutogradMeta& leaf) {

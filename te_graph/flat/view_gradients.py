@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import weakref
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from te_graph import _C
 from te_graph.flat.flattened_group import FlattenedGroup
 
 _pending: weakref.WeakSet[ViewGradients] = weakref.WeakSet()
@@ -22,8 +24,8 @@ _due: dict[int, list[ViewGradients]] = {}  # what is handed over when all of a b
 class ViewGradients:
     """Sums the gradients of the views of one flat parameter over backwards, and hands the sum over to it.
 
-    Each view is a leaf. Its gradient is taken from it as soon as autograd has accumulated it, in one backward, from all
-    uses of the view: first stored in the view's part of a buffer, then added. The buffer itself becomes the gradient of
+    Each view is a leaf. Its gradient, summed over all its uses in one backward, is taken before autograd accumulates it:
+    first stored in the view's part of a buffer, then added. The buffer itself becomes the gradient of
     the flat parameter, as if it came out of a backward through a ``split``.
 
     Attributes:
@@ -58,11 +60,12 @@ class ViewGradients:
     def watch(self, views: Sequence[Tensor]) -> None:
         """Take the gradients of ``views`` [...], which are leaves, from now on."""
         for number, view in enumerate(views):
-            view.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self), number))
+            # Torch would clear the hook when Python's first one comes, so Python's dictionary is put there before.
+            view._backward_hooks = collections.OrderedDict()
+            _C.take_gradients(view, functools.partial(_take, weakref.ref(self), number))
 
-    def take(self, number: int, view: Tensor) -> None:
-        """Move ``view.grad`` [...] of view ``number`` to its part of the buffer."""
-        grad, view.grad = view.grad, None
+    def take(self, number: int, grad: Tensor) -> None:
+        """Add ``grad`` [...] of view ``number`` to its part of the buffer."""
         name = self._group.names[number]
         if grad.requires_grad or torch.is_grad_enabled():
             raise RuntimeError(
@@ -146,10 +149,11 @@ def hand_over_at_end(several: Sequence[ViewGradients]) -> None:
     _due[task].extend(several)
 
 
-def _take(reference: weakref.ref[ViewGradients], number: int, view: Tensor) -> None:
+def _take(reference: weakref.ref[ViewGradients], number: int, grad: Tensor) -> None:
+    """``grad``: [...]."""
     gradients = reference()
     if gradients is not None:
-        gradients.take(number, view)
+        gradients.take(number, grad)
 
 
 @functools.cache
