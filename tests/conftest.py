@@ -3,7 +3,8 @@
 import importlib.util
 import random
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 import shared_gpu
@@ -23,11 +24,12 @@ def repeatable() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; pytest says what too few GPUs leave out, or packages
-    that are not installed. What is installed and cannot be imported fails."""
+    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; one_of makes the others full. Pytest says what too
+    few GPUs leave out, or packages that are not installed. What is installed and cannot be imported fails."""
     several = [item for item in items if item.get_closest_marker("multi_gpu")]
     for item in several:
         item.add_marker("gpu")
+    mark_sampled(items)
     there = 8 if shared_gpu.IS_SHARED else torch.cuda.device_count()
     too_many = [item for item in several if 0 < there < gpus_of(item)]
     if shared_gpu.IS_SHARED:
@@ -36,6 +38,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def mark_sampled(items: Sequence[pytest.Item]) -> None:
+    """Marks full, of each test that is ``one_of(n)``, all but each n-th of what it is on the CPU."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        if mark is None or item.get_closest_marker("gpu") or item.get_closest_marker("full"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if counts[test] % mark.args[0]:
+            item.add_marker("full")
+        counts[test] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

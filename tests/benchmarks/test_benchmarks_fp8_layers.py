@@ -42,6 +42,7 @@ def test_a_run_on_the_cpu_has_a_row_for_each_variant(cpu_run):
 
 @shapes
 @pytest.mark.parametrize("variant", MEASURED)
+@pytest.mark.one_of(5)
 def test_variants_compute_the_layers(variant, shape, seed):
     problem = layers.Problem(layers.SMALL[shape], 2, "cpu", seed)
     expected = bench.numbers_of(layers.plain(problem, torch.float32))

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import sysconfig
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,24 @@ def test_runs_are_all_recipes_and_seeds_from_graphs_and_one_seed_eagerly():
     assert list(bench.runs_of(1)) == RUNS
 
 
-def test_runs_have_their_curves_and_are_added_to_earlier_ones(tmp_path):
+def test_a_run_has_its_curve(tmp_path):
+    options = ("--device", "cpu", "--commit", "abc", "--out", tmp_path, "--runs", "current-1-graphed")
+    process = run_script("bench_fp8_training.py", *options)
+    assert process.returncode == 0, process.stderr
+    [row] = json.loads((tmp_path / "fp8_training.json").read_text())["rows"]
+    assert (row["run"], row["equal_to_eager"]) == ("current-1-graphed", None)
+    check_curve(row)
+
+
+def check_curve(row: dict[str, Any]) -> None:
+    assert [step for step, _ in row["validations"]] == [2, 4, 6, 7, 8]
+    last = [loss for _, loss in row["validations"][-2:]]
+    assert row["validation_loss"] == pytest.approx(sum(last) / 2, abs=1e-4)
+    assert len(row["training_loss"]) == 4 and row["training_loss"][-1] < row["training_loss"][0] < 5.6
+
+
+@pytest.mark.full
+def test_runs_are_added_to_earlier_ones(tmp_path):
     file, records = tmp_path / "fp8_training.json", []
     for runs in (["delayed-1-graphed", "delayed-1-eager"], ["current-1-graphed"]):
         append = ("--append", file) if file.exists() else ()
@@ -43,10 +61,7 @@ def test_runs_have_their_curves_and_are_added_to_earlier_ones(tmp_path):
     runs = "delayed-1-graphed current-1-graphed delayed-1-eager"
     assert second["command"] == f"python benchmarks/bench_fp8_training.py --device cpu --runs {runs}"
     for row in second["rows"]:
-        assert [step for step, _ in row["validations"]] == [2, 4, 6, 7, 8]
-        last = [loss for _, loss in row["validations"][-2:]]
-        assert row["validation_loss"] == pytest.approx(sum(last) / 2, abs=1e-4)
-        assert len(row["training_loss"]) == 4 and row["training_loss"][-1] < row["training_loss"][0] < 5.6
+        check_curve(row)
     assert second["corpus"].keys() == {"files", "bytes", "sha256"}
     assert (second["seeds"], second["recipes"]) == ([1, 2, 3], ["bf16", "delayed", "current"])
 

@@ -242,6 +242,7 @@ def test_nothing_around_the_output_is_written(ranks, seed, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_of(2)
 def test_operations_larger_than_the_buffer(ranks, seed, dtype):
     ranks.run(scenario_oversize, seed, dtype)
 

@@ -70,30 +70,34 @@ def test_one_rank_needs_no_torchrun(run, options):
     assert run("--data-parallel", "--shard=optimizer", "--compare", *options) == 0
 
 
-def test_torchrun(text, tmp_path):
-    """Both ranks end with status 0, the first one alone prints and saves, and a run goes on from what it saved."""
+def torchrun(text: Path, *more: str) -> str:
+    """The line of the graphed run that one of two ranks prints."""
     options = [f"{name}={value}" for name, value in (TINY | {"--data": text}).items()]
-    options += ["--data-parallel", "--shard=optimizer"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--monitor-interval=0.1"]
     place = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    checkpoint = tmp_path / "half.pt"
+    done = subprocess.run(
+        [*launcher, *place, str(EXAMPLE), *options, "--data-parallel", "--shard=optimizer", *more],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("graph  ")]
+    return line
 
-    def torchrun(*more: str) -> str:
-        done = subprocess.run(
-            [*launcher, *place, str(EXAMPLE), *options, *more],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=LONGEST,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        return next(line for line in done.stdout.splitlines() if line.startswith("graph  "))
 
-    whole = torchrun()
-    torchrun("--stop-after=3", f"--checkpoint={checkpoint}")
-    assert torchrun(f"--resume={checkpoint}").split()[:6] == whole.split()[:6]
+def test_both_ranks_of_torchrun_end_well_and_the_first_one_prints_and_saves(text, tmp_path):
+    torchrun(text, "--stop-after=3", f"--checkpoint={tmp_path / 'half.pt'}")
     assert [path.name for path in tmp_path.glob("*.pt")] == ["half.pt"]
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_go_on_from_what_was_saved(text, tmp_path):
+    checkpoint = tmp_path / "half.pt"
+    torchrun(text, "--stop-after=3", f"--checkpoint={checkpoint}")
+    assert torchrun(text, f"--resume={checkpoint}").split()[:6] == torchrun(text).split()[:6]
 
 
 def test_shard_without_data_parallel_is_refused(run, capsys):

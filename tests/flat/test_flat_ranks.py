@@ -137,6 +137,7 @@ def scenario_mean(rank: Rank, dtype: torch.dtype, graphed: bool) -> None:
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
+@pytest.mark.one_of(3)
 def test_gradients_are_the_mean_of_all_ranks(ranks, dtype, graphed):
     ranks.run(scenario_mean, 1, dtype, graphed)
 

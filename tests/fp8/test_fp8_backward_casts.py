@@ -137,6 +137,7 @@ TEXTS = ["|", "e|", "w|", "eo|", "ew|", "we|", "wt|", "wte|", "e|e", "o|oe", "|w
 
 @both_kinds
 @pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.one_of(4)
 def test_a_checkpoint_inside_takes_the_casts_of_the_forward(device: str, recipe: Any, text: str) -> None:
     assert all_same_bits(*(results_of(Checkpointed, text, recipe, device, is_graphed) for is_graphed in (False, True)))
 

@@ -82,6 +82,7 @@ def train(model: nn.Module, call: Call, recipe: Any, device: str) -> list[Tensor
 @recipes
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_trained", [False, True], ids=["new", "trained"])
+@pytest.mark.one_of(5)
 def test_trainings_are_bit_equal(device: str, recipe: Any, way: Callable, has_trained: bool) -> None:
     results = []
     for is_graphed in (False, True):

@@ -104,6 +104,7 @@ class Training:
 @pytest.mark.parametrize("with_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 @pytest.mark.parametrize("events", ["CTT", "ECTT", "TCTT", "TECTT", "FCTT", "TDCETT", "TCETT", "TTEDECTT"])
+@pytest.mark.one_of(5)
 def test_a_training_is_bit_equal_whenever_its_layers_are_captured(
     device: str, recipe: object, events: str, with_backward: bool
 ) -> None:

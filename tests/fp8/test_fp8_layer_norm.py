@@ -178,6 +178,7 @@ def assert_cast(got: tuple[Tensor, ...], amax: Tensor, made: Tensor, scale: Tens
 @kinds
 @formats
 @pytest.mark.parametrize("current", [False, True], ids=["delayed", "current"])
+@pytest.mark.one_of(5)
 def test_the_forward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, current, device, rng):
     for shape in SHAPES:
         case = a_case(shape, x_dtype, device, rng, rms_norm=rms_norm)
@@ -195,6 +196,7 @@ def test_the_forward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, current
 @kinds
 @pytest.mark.parametrize(("x_dtype", "dtype"), FORMATS)
 @pytest.mark.parametrize("scaling", ["not cast", "delayed", "current"])
+@pytest.mark.one_of(5)
 def test_the_backward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, scaling, device, rng):
     for shape in SHAPES:
         case = a_case(shape, x_dtype, device, rng, rms_norm=rms_norm)

@@ -68,6 +68,7 @@ def train(model: nn.Module, recipe: object, device: str, microbatches: int) -> l
     "microbatches", [1, pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("graphed", ["all", "chain", "every second one", "the whole"])
+@pytest.mark.one_of(3)
 def test_trainings_are_bit_equal(device: str, recipe: object, microbatches: int, graphed: str) -> None:
     expected = train(new_layers(device), recipe, device, microbatches)
     model = new_layers(device)

@@ -148,6 +148,7 @@ def test_what_replays_have_trained_goes_on(device: str, is_frozen: bool, steps: 
 @pytest.mark.parametrize("first", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("then", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("kind", ["callable", "layers", "again"])
+@pytest.mark.one_of(4)
 def test_a_model_is_captured_by_another_recipe_than_it_has_trained_by(
     device: str, first: Any, then: Any, kind: str
 ) -> None:

@@ -150,6 +150,7 @@ def test_parts_draw_what_one_process_draws(ranks, kind: str) -> None:
 @splits
 @pytest.mark.parametrize("case", CASES)
 @kinds
+@pytest.mark.one_of(5)
 def test_parts_of_layers_train_as_one_process(ranks, kind: str, case: str, sequence_parallel: bool) -> None:
     ranks.run(train_beside_one_process, 0, kind, case, sequence_parallel)
 
@@ -183,5 +184,6 @@ def graphs_beside_eager(rank: Rank, group: tg.PeerGroup, kind: str, recipe_name:
 @pytest.mark.parametrize(
     "kind", ["LayerNormLinear", "LayerNormMLP", "LayerNormMLP, swiglu", "TransformerLayer", "TransformerLayer, Llama"]
 )
+@pytest.mark.one_of(3)
 def test_graphs_of_parts_are_bit_equal(ranks, kind: str, recipe_name: str, sequence_parallel: bool) -> None:
     ranks.run(graphs_beside_eager, 0, kind, recipe_name, sequence_parallel)

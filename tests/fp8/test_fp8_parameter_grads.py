@@ -199,6 +199,7 @@ USES: dict[str, Callable[[nn.Module, Tensor, nn.Parameter], object]] = {
 @pytest.mark.filterwarnings("ignore:.*is used outside the callable")
 @names
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.one_of(5)
 def test_graphs_leave_what_eager_execution_leaves(device: str, use: str, name: str) -> None:
     results = []
     for graphed in (False, True):

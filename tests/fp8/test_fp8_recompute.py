@@ -154,6 +154,7 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 @both_kinds
 @modes
 @pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFbb"])
+@pytest.mark.one_of(3)
 def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant: bool, order: str) -> None:
     def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=use_reentrant)
@@ -167,6 +168,7 @@ def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant:
     [*itertools.product([False, True], repeat=2), (True,) * 3, (True, False, True)],
     ids=lambda kinds: str(kinds),
 )
+@pytest.mark.one_of(5)
 def test_checkpoints_in_checkpoints_change_no_bit(device: str, recipe: object, kinds: tuple[bool, ...]) -> None:
     """``kinds``: whether they are reentrant, outermost first."""
     call = plainly

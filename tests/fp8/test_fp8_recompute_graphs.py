@@ -63,6 +63,7 @@ def train(device: str, recipe: Any, inside: bool, use_reentrant: bool, graph: Gr
 @recipes
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+@pytest.mark.one_of(5)
 def test_a_reentrant_checkpoint_takes_the_scales_of_the_first_call(
     device: str, recipe: object, inside: bool, on_mismatch: str
 ) -> None:

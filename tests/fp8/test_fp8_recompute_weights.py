@@ -115,6 +115,7 @@ MOVES = (evaluate_teacher, evaluate_average, evaluate_teacher_and_model, evaluat
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @pytest.mark.parametrize("is_same_region", [True, False], ids=["same region", "another region"])
 @pytest.mark.parametrize("call", [nn.Module.__call__, twice], ids=["once", "twice"])
+@pytest.mark.one_of(5)
 def test_a_weight_is_cast_again_as_it_was_where_the_layer_had_another_one_since(
     device: str, recipe: Any, use_reentrant: bool, move: Move, is_same_region: bool, call: Callable
 ) -> None:

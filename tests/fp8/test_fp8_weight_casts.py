@@ -112,6 +112,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("recipe", [tg.DelayedScaling(amax_history_len=3), tg.Float8CurrentScaling()])
+@pytest.mark.one_of(5)
 def test_what_has_become_of_another_layer_is_no_matter(device: str, recipe: object, end: Any) -> None:
     """Weights of a scope are cast together; one that is called no more may have been moved, packed or freed."""
     layers = [tg.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
@@ -131,6 +132,7 @@ def test_what_has_become_of_another_layer_is_no_matter(device: str, recipe: obje
 @recipes
 @pytest.mark.parametrize("size", [0.004, 1.0, 5e4])
 @pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.one_of(4)
 def test_the_first_cast_of_a_weight_goes_by_its_own_amax(
     device: str, recipe: tg.DelayedScaling, size: float, evaluates: bool
 ) -> None:

@@ -117,6 +117,7 @@ def scenario_refusals(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *SPLIT])
+@pytest.mark.one_of(2)
 def test_graphed_stages_have_the_losses_and_gradients_of_eager_ones(ranks, seed, name):
     ranks.run(scenario_schedule, seed, name)
 

@@ -58,6 +58,7 @@ def _steps(model: nn.Module, device: str, dtype: torch.dtype, around_step: bool,
 @pytest.mark.parametrize(
     ("dtype", "is_inside"), [(torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False)]
 )
+@pytest.mark.one_of(5)
 def test_regions_of_trainers(
     device: str, dtype: torch.dtype, is_inside: bool, around_step: bool, cache_enabled: bool
 ) -> None:

@@ -179,6 +179,7 @@ OPTIONS = {
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.one_of(5)
 def test_gradients_are_averages_over_the_ranks_as_in_eager(
     ranks: Ranks, order: str, options: str, set_to_none: bool, seed: int
 ) -> None:

@@ -255,6 +255,7 @@ copyreg.pickle(Registered, lambda module: (rebuilt, (Registered, dict(module.__d
 
 @pytest.mark.parametrize("kind", [nn.Linear, WithDeepcopy, WithCopy, WithReduce, WithState, Registered])
 @pytest.mark.parametrize("how", ["deepcopy", "copy", *(f"pickle{p}" for p in range(pickle.HIGHEST_PROTOCOL + 1))])
+@pytest.mark.one_of(5)
 def test_copies_are_eager_and_as_their_class_makes_them(kind: type, how: str) -> None:
     make = {"deepcopy": copy.deepcopy, "copy": copy.copy}.get(
         how, lambda module: pickle.loads(pickle.dumps(module, protocol=int(how[-1])))

@@ -66,6 +66,7 @@ USES: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("kind", USES)
+@pytest.mark.one_of(5)
 def test_uses_are_added_up(device: str, kind: str, dtype: torch.dtype) -> None:
     """Where others use the input before or after the callable, too, and again where they do not."""
 

@@ -197,6 +197,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.one_of(5)
 def test_a_hugging_face_decoder_layer_trains_as_eager(device: str, name: str, attention: str, seed: int) -> None:
     implementation, mask_dtype, dropout = ATTENTION[attention]
     model = LAYERS[name](implementation, dropout).to(device)
@@ -317,6 +318,7 @@ def test_a_language_model_evaluates_eagerly_between_training_steps(device: str, 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.one_of(3)
 def test_a_transformer_encoder_layer_trains_as_eager(
     device: str, dropout: float, norm_first: bool, masked: bool, seed: int
 ) -> None:

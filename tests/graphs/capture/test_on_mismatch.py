@@ -223,6 +223,7 @@ each_kind = pytest.mark.parametrize("kind", ["module", "function"])
 
 @each_mismatch
 @each_kind
+@pytest.mark.one_of(5)
 def test_raise_is_an_error_that_names_the_mismatch_and_changes_nothing(device, kind, name, caplog):
     mismatch = MISMATCHES[name]
     pair = Pair(device, kind, mismatch, on_mismatch="raise")
@@ -245,6 +246,7 @@ def test_raise_is_an_error_that_names_the_mismatch_and_changes_nothing(device, k
 
 @each_mismatch
 @each_kind
+@pytest.mark.one_of(5)
 def test_eager_gives_the_eager_result_counts_it_and_says_so_once(device, kind, name, caplog):
     mismatch = MISMATCHES[name]
     pair = Pair(device, kind, mismatch, on_mismatch="eager")
@@ -264,6 +266,7 @@ def test_eager_gives_the_eager_result_counts_it_and_says_so_once(device, kind, n
 
 @each_mismatch
 @each_kind
+@pytest.mark.one_of(5)
 def test_capture_captures_other_arguments_beside_and_what_is_stale_in_its_place(device, kind, name, caplog):
     mismatch = MISMATCHES[name]
     pair = Pair(device, kind, mismatch, on_mismatch="capture", hooks="captured")

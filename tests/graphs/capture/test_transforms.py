@@ -39,6 +39,7 @@ def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
 @pytest.mark.parametrize("kind", ["module", "function"])
+@pytest.mark.one_of(5)
 def test_transforms_run_eagerly(device: str, name: str, on_mismatch: str, kind: str) -> None:
     module = network(device)
     twin = eager_copy(module)

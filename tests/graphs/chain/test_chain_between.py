@@ -248,6 +248,7 @@ BETWEEN: list[Callable[[Nets, Tensor], Any]] = [
 
 @pytest.mark.parametrize("scenario", BETWEEN)
 @pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.one_of(3)
 def test_what_is_done_between_two_layers_is_right(device, scenario, slots):
     layers = layers_on(device, Layer, Layer, Shift)
     twins = chain(layers, batch(device), max_in_flight=slots)

@@ -35,6 +35,7 @@ HOOKS: dict[str, Callable[[Tensor, float], Any]] = {"on": on_gradient, "behind":
 @pytest.mark.parametrize("first", HOOKS.values(), ids=HOOKS)
 @pytest.mark.parametrize("then", HOOKS.values(), ids=HOOKS)
 @pytest.mark.parametrize("phases", ["-x", "x-x", "-x-x", "xx-"])
+@pytest.mark.one_of(4)
 def test_hooks_that_come_and_go(device: str, first: Callable, then: Callable, phases: str) -> None:
     """Phases with a hook (x) and without (-), after one was there and was removed."""
     results = []

@@ -132,6 +132,7 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.one_of(3)
 def test_a_change_is_refused_by_name_at_the_next_call_until_it_is_undone(device, change):
     net, twin = graphed_net(device)
     assert_replays(net, twin, device)

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.one_of(5)
 def test_a_tensor_that_is_exchanged_is_seen(name: str, folder: Path) -> None:
     layout = LAYOUTS[name]
     with installed(layout, folder, f"package_{next(_numbers)}") as package:

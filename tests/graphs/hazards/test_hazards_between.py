@@ -124,6 +124,7 @@ WHICH = {"one": slice(6, 7), "all": slice(None)}
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_of(5)
 def test_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_its_backward(device, is_chain, kind, which):
     layers = layers_on(device, Layer, Layer, Shift)
     twins = capture(layers, is_chain)
@@ -161,6 +162,7 @@ def test_a_hook_added_after_the_forward_and_removed_before_the_backward_does_not
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_of(5)
 def test_a_hook_added_after_the_forward_does_not_run_where_the_backward_is_for_inputs_alone(device, is_chain, kind):
     layers = layers_on(device)
     twins = capture(layers, is_chain)

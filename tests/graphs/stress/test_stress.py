@@ -65,5 +65,6 @@ def test_hundreds_of_random_operations_leave_what_eager_execution_leaves(device:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()))
+@pytest.mark.one_of(3)
 def test_random_operations_leave_what_eager_execution_leaves_with_options(device: str, options: dict) -> None:
     assert_that_all_was_done(stress(device, "tied", options, steps=250))
