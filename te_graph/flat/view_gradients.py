@@ -24,9 +24,9 @@ _due: dict[int, list[ViewGradients]] = {}  # what is handed over when all of a b
 class ViewGradients:
     """Sums the gradients of the views of one flat parameter over backwards, and hands the sum over to it.
 
-    Each view is a leaf. Its gradient, summed over all its uses in one backward, is taken before autograd accumulates it:
-    first stored in the view's part of a buffer, then added. The buffer itself becomes the gradient of
-    the flat parameter, as if it came out of a backward through a ``split``.
+    Each view is a leaf. Its gradient, summed over its uses in one backward, is taken before autograd accumulates it:
+    first stored in the view's part of a buffer, then added. The buffer itself becomes the gradient of the flat
+    parameter, as if it came out of a backward through a ``split``.
 
     Attributes:
         flat: the flat parameter, [n].
