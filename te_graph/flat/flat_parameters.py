@@ -19,6 +19,7 @@ from te_graph.common.gradient_parts import GradientParts
 from te_graph.common.gradient_state import gradient_state
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.checks import check_alike, check_parameters, check_shard, named_parameters
+from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
 from te_graph.flat.optimizer import FlatOptimizer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 128 << 20
 
 
-class FlatParameters(GradientParts):
+class FlatParameters(DeferredSync, GradientParts):
     """Makes parameters and their gradients views of flat buffers, and reduces gradients over ranks once a step.
 
     One buffer for the parameters of each dtype, one for their gradients. Parameters stay the objects that they are,
@@ -119,7 +120,6 @@ class FlatParameters(GradientParts):
                 self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
         refuse_foreign_optimizers()
         self._reduction = Reduction(self.peer_group, shard != "none", self.gradient_scale)
-        self._syncs = True
         self._carried: dict[FlatBuffer, Tensor] = {}  # what is not to be reduced again, [n] each
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
@@ -139,18 +139,6 @@ class FlatParameters(GradientParts):
                 gradient_state(parameter).flat = weakref.ref(self)
             self._reduction.broadcast_(buffer.data)
             buffer.all_gradients.note_parameters_written()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around backwards of all micro-batches but the last one: they add to the gradients, and reduce nothing.
-
-        What counts is where ``backward()`` is called, not the forward.
-        """
-        before, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = before
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from te_graph.common.gradient_state import flat_of, gradient_state, main_grad_of
 from te_graph.common.opaque import opaque
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.backward_ends import BackwardEnds
+from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flattened_group import groups_of
 from te_graph.flat.flattened_module import FlattenedModule
 from te_graph.flat.view_gradients import ViewGradients, hand_over, hand_over_at_end
@@ -22,7 +22,7 @@ from te_graph.flat.view_gradients import ViewGradients, hand_over, hand_over_at_
 _MADE_ANEW = ("_gradients", "_backwards", "_checked")  # by _begin
 
 
-class FlattenParamsWrapper(FlattenedModule):
+class FlattenParamsWrapper(DeferredSync, FlattenedModule):
     """Makes the parameters of a module one flat parameter, or several, which optimizers and reductions work on; the
     module computes with views of it, made anew whenever its memory is another.
 
@@ -94,7 +94,7 @@ class FlattenParamsWrapper(FlattenedModule):
                 f"parameters, got {names}"
             )
         super().__init__(module, groups, [f"flat_param_{name}" for name in names])
-        self.optimize_backward_concat, self._syncs = bool(optimize_backward_concat), True
+        self.optimize_backward_concat = bool(optimize_backward_concat)
         self._begin()
 
     @property
@@ -108,19 +108,6 @@ class FlattenParamsWrapper(FlattenedModule):
         if len(flats) != 1:
             raise RuntimeError(f"FlattenParamsWrapper.flat_param: expected one flat parameter, there are {len(flats)}")
         return flats[0]
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around backwards of all micro-batches but the last one, whose gradients are kept back with
-        ``optimize_backward_concat=True``.
-
-        What counts is where ``backward()`` is called, not the forward.
-        """
-        before, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = before
 
     def hand_over_gradients(self) -> None:
         """Give the flat parameters the gradients that were kept back, as a backward outside of ``no_sync`` does at its
