@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -13,10 +13,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class OwnGradients(NamedTuple):
+    """What a rank has of the gradients of many parameters.
+
+    Attributes:
+        tensors: [n] each, all of it; what is missing as zeros.
+        counted: [n] each, of these, what no other rank of ``groups`` counts in a norm.
+        groups: the groups of which other ranks have the rest.
+    """
+
+    tensors: list[Tensor]
+    counted: list[Tensor]
+    groups: Sequence[ProcessGroup]
+
+
 class GradientParts(abc.ABC):
     """What has the gradients of many parameters in a few tensors, and perhaps not all of them on this rank."""
 
     @abc.abstractmethod
-    def gradient_parts(self) -> AbstractContextManager[tuple[list[Tensor], Sequence[ProcessGroup]]]:
-        """While the context is open all gradients of this rank lie in the tensors [n] that it gives, those that are
-        missing as zeros, and may be changed there; over the groups lie others."""
+    def gradient_parts(self) -> AbstractContextManager[OwnGradients]:
+        """While the context is open they may be read and changed there."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.gradient_state import flat_of, main_grad_of
+from te_graph.common.parameter_marks import is_split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,13 +117,44 @@ def check_shard(shard: str) -> None:
         raise ValueError(f"FlatParameters: expected shard to be one of {SHARDS}, got {shard!r}")
 
 
+def check_tp_group(
+    named: Sequence[tuple[str, Tensor]], tp_group: ProcessGroup | None, process_group: ProcessGroup | None
+) -> None:
+    """Raise ValueError unless ``named`` parameters [...] are marked where they are split over ``tp_group``, and only
+    there, and this rank is the only one that it has in common with ``process_group``."""
+    split = next((name for name, parameter in named if is_split(parameter)), None)
+    if tp_group is None:
+        if split is not None:
+            raise ValueError(
+                f"FlatParameters: expected tp_group, since {split} is marked tensor_model_parallel: norms of gradients "
+                "are taken over its ranks"
+            )
+        return
+    if split is None and tp_group.size() > 1:
+        raise ValueError(
+            "FlatParameters: expected parameters that are marked tensor_model_parallel with a tp_group, got none: what "
+            "all of its ranks have is not added over it"
+        )
+    if process_group is not None:
+        common = set(dist.get_process_group_ranks(tp_group)) & set(dist.get_process_group_ranks(process_group))
+        if len(common) > 1:
+            raise ValueError(
+                f"FlatParameters: expected tp_group and process_group to have one rank in common, got "
+                f"{sorted(common)}: gradients of what is split are no mean over tp_group"
+            )
+
+
+def _described(name: str, parameter: Tensor) -> str:
+    return f"{name} {list(parameter.shape)} {parameter.dtype}{' split' if is_split(parameter) else ''}"
+
+
 def check_alike(named: Sequence[tuple[str, Tensor]], settings: str, process_group: ProcessGroup) -> None:
     """Compare names, shapes, dtypes and settings over all ranks, which call this together.
 
     Raises:
         RuntimeError: on all ranks, with the first difference.
     """
-    mine = [settings, *(f"{name} {list(parameter.shape)} {parameter.dtype}" for name, parameter in named)]
+    mine = [settings, *(_described(name, parameter) for name, parameter in named)]
     everyone: list[Any] = [None] * process_group.size()
     dist.all_gather_object(everyone, mine, group=process_group)
     for rank, other in enumerate(everyone):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.capture_state import is_captured
-from te_graph.common.gradient_parts import GradientParts
+from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
 from te_graph.common.weak_method import weak_method
-from te_graph.flat.checks import check_alike, check_parameters, check_shard, named_parameters
+from te_graph.flat.checks import check_alike, check_parameters, check_shard, check_tp_group, named_parameters
+from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
@@ -74,9 +75,14 @@ class FlatParameters(DeferredSync, GradientParts):
         overlap: reduce buckets during the last backward, each as soon as its gradients are there, from the second one
             that reduces on; by then it is known how often each is accumulated. A backward that accumulates one more
             often than those before is an error.
+        tp_group: a ``PeerGroup`` or a process group over whose ranks parameters are split that are marked so, as
+            Megatron-LM, TransformerEngine and ``te_graph.Linear`` do it: ``parameter.tensor_model_parallel = True``.
+            Norms of gradients are taken over it; what is not marked, which all its ranks have, counts once. So does
+            what is ``shared`` with another pipeline stage, which counts there. Marks are read here, not later.
 
     Attributes:
         process_group, peer_group, grad_dtype, shard, gradient_scale, overlap: as given, or made.
+        tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
 
     Raises:
@@ -102,6 +108,7 @@ class FlatParameters(DeferredSync, GradientParts):
         shard: str = "none",
         gradient_scale: float = 1.0,
         overlap: bool = True,
+        tp_group: PeerGroup | ProcessGroup | None = None,
     ) -> None:
         named = named_parameters(module_or_params)
         check_shard(shard)
@@ -111,6 +118,8 @@ class FlatParameters(DeferredSync, GradientParts):
         self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
         self.overlap = bool(overlap)
         self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
+        self.tp_group = _process_group_of(tp_group)
+        check_tp_group(named, self.tp_group, self.process_group)
         if self.process_group is not None and self.process_group.size() > 1:
             settings = (
                 f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
@@ -131,6 +140,8 @@ class FlatParameters(DeferredSync, GradientParts):
             end=weak_method(self, "_after_backward"),
             bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
         )
+        is_first = self.tp_group is None or self.tp_group.rank() == 0
+        self._counted = [counted_ranges(one, self.own_parts(one), is_first) for one in self.buffers]
         first = 0
         for buffer in self.buffers:
             buffer.attach(self._backwards, first)
@@ -185,8 +196,8 @@ class FlatParameters(DeferredSync, GradientParts):
         return FlatOptimizer(self, cls, params, defaults, elementwise)
 
     @contextlib.contextmanager
-    def gradient_parts(self) -> Iterator[tuple[list[Tensor], Sequence[ProcessGroup]]]:
-        """For ``clip_grad_norm_(flat, ...)``: the gradients of this rank, [n] each, and the group that has the others.
+    def gradient_parts(self) -> Iterator[OwnGradients]:
+        """For ``clip_grad_norm_(flat, ...)``: the gradients of this rank.
 
         Stream and capture: as of the class.
         """
@@ -195,8 +206,15 @@ class FlatParameters(DeferredSync, GradientParts):
             for buffer in self.buffers:
                 buffer.settle_()
                 stack.enter_context(buffer.gathered(None, adopts=False))
-            parts = [part for buffer in self.buffers for part in self._reduction.parts_of(buffer)]
-            yield parts, [] if self.sharding_group is None else [self.sharding_group]
+            yield OwnGradients(
+                [buffer.grads[begin:end] for buffer in self.buffers for begin, end in self.own_parts(buffer)],
+                [
+                    buffer.grads[begin:end]
+                    for buffer, ranges in zip(self.buffers, self._counted, strict=True)
+                    for begin, end in ranges
+                ],
+                [group for group in (self.sharding_group, self.tp_group) if group is not None],
+            )
 
     @property
     def sharding_group(self) -> ProcessGroup | None:
@@ -332,6 +350,16 @@ class FlatParameters(DeferredSync, GradientParts):
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _process_group_of(tp_group: PeerGroup | ProcessGroup | None) -> ProcessGroup | None:
+    group = tp_group.process_group if isinstance(tp_group, PeerGroup) else tp_group
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "FlatParameters: expected tp_group to be a PeerGroup or a process group that this rank is in, got "
+            f"{group!r:.100}"
+        )
+    return group
 
 
 def _groups(

@@ -31,10 +31,6 @@ class Reduction:
         ranks nothing changes."""
         return self.shards or self.gradient_scale != 1.0
 
-    def parts_of(self, buffer: FlatBuffer) -> list[Tensor]:
-        """The gradients of ``buffer`` that are whole on this rank, [n] each."""
-        return [buffer.grads[begin:end] for begin, end in self.own_parts(buffer)]
-
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """Begin and end of what is whole on this rank, ascending."""
         if not self.shards:

@@ -44,7 +44,7 @@ class Linear(nn.Linear, FP8Layer):
     ranks, or, with ``sequence_parallel``, they have its rows (dimension 0) between them, and gather them. "row" has
     some of the input features, which are those of the ranks' inputs; the ranks' results are summed, or, with
     ``sequence_parallel``, each gets its rows of the sum; then the bias is added, whose gradients are summed over the
-    rows of all ranks.
+    rows of all ranks. Parameters of which ranks have parts are marked ``tensor_model_parallel``, as Megatron-LM's.
 
     Args:
         in_features, out_features: of the whole layer.
@@ -89,7 +89,7 @@ class Linear(nn.Linear, FP8Layer):
     __constants__ = (*nn.Linear.__constants__, "return_bias")
     return_bias = False
     shard: Shard | None = None
-    __getstate__, __setstate__, _apply = FP8Layer.__getstate__, FP8Layer.__setstate__, FP8Layer._apply
+    __getstate__, _apply = FP8Layer.__getstate__, FP8Layer._apply
 
     def __init__(
         self,
@@ -123,6 +123,7 @@ class Linear(nn.Linear, FP8Layer):
             self.bias = nn.Parameter(torch.empty(rows, **options))
         else:
             self.register_parameter("bias", None)
+        self._mark_parameters()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -140,6 +141,11 @@ class Linear(nn.Linear, FP8Layer):
             self.weight.copy_(self.shard.part(whole.weight))
             if self.bias is not None:
                 self.bias.copy_(whole.bias if self.shard.is_row else self.shard.part(whole.bias))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose parameters come without their attributes."""
+        FP8Layer.__setstate__(self, state)
+        self._mark_parameters()
 
     def extra_repr(self) -> str:
         """As of ``torch.nn.Linear``, and how it is split."""
@@ -173,6 +179,10 @@ class Linear(nn.Linear, FP8Layer):
         else:
             y = self._product(shard.enter(input), None if self.return_bias else bias)
         return (y, bias) if self.return_bias else y
+
+    def _mark_parameters(self) -> None:
+        if self.shard is not None:
+            self.shard.mark(self._parameters.get("weight"), self._parameters.get("bias"))
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product for x [..., in], with bias [out] or without."""

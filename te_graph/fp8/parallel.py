@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
+from te_graph.common.parameter_marks import mark_as_split
 from te_graph.tensor_parallel import copy_to_tp, gather_from_sp, reduce_from_tp, reduce_scatter_to_sp
 
 _MODES = ("column", "row")
@@ -78,6 +79,13 @@ class Shard:
         dim = 1 if self.is_row else 0
         blocks = tensor.chunk(self.stride, dim)
         return torch.cat([block.chunk(self.group.world_size, dim)[self.group.rank] for block in blocks], dim)
+
+    def mark(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
+        """Say of ``weight`` [out, in] and ``bias`` [out] of this rank which of them are parts."""
+        if self.group.world_size > 1:
+            mark_as_split(weight)
+            if not self.is_row:
+                mark_as_split(bias)
 
     def enter(self, x: Tensor) -> Tensor:
         """What a column-parallel layer multiplies, of x [..., in]."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
@@ -49,7 +50,8 @@ def clip_grad_norm_(
     Args:
         parameters: [...] each; those without a gradient are passed over. Their ``.grad`` is mutated. As for
             ``get_total_norm``: any dtypes and devices, DTensors (FSDP2, tensor parallel) by their shards. Or a
-            ``FlatParameters``: all of its gradients, in ``.grad`` or ``main_grad``, each parameter once over all ranks.
+            ``FlatParameters``: all of its gradients, in ``.grad`` or ``main_grad``, each parameter once over its ranks
+            and those of its ``tp_group``.
         max_norm: a number, 0 or positive; ``inf`` clips nothing.
         norm_type, error_if_nonfinite, foreach, process_groups: as for ``get_total_norm``.
         found_inf: [] or [1] float32 on the gradients' device. Set to 1 if the norm is not finite, in which case, or if
@@ -61,7 +63,8 @@ def clip_grad_norm_(
         ``get_total_norm``; without gradients 0 on the device of the group or of the parameters.
 
     Raises:
-        As ``get_total_norm``; ValueError also for a negative or NaN ``max_norm`` and for one gradient met twice.
+        As ``get_total_norm``; ValueError also for a negative or NaN ``max_norm``, for one gradient met twice, and for a
+        group in ``process_groups`` that a ``FlatParameters`` adds over by itself.
 
     Stream and capture: two launches and a memset on the current stream for up to 2000 gradients; see
     ``get_total_norm``. ``MultiTensorPlan.clip_norm_`` does the same to a prepared list.
@@ -72,12 +75,12 @@ def clip_grad_norm_(
     max_norm, norm_type = as_max_norm(op, max_norm), as_norm_type(op, norm_type)
     check_operands(op, found_inf=found_inf)
     if isinstance(parameters, GradientParts):
-        with parameters.gradient_parts() as (tensors, groups):
-            parts = [Part(list_of(tensors), groups)]
-            norm = total_norm(op, parts, norm_type, process_groups)
+        with parameters.gradient_parts() as own:
+            _check_apart(op, process_groups, own.groups)
+            norm = total_norm(op, [Part(list_of(own.counted), own.groups)], norm_type, process_groups)
             if error_if_nonfinite:
                 raise_if_nonfinite(norm, norm_type)
-            clip_parts(parts, max_norm, norm, _C.CLIP_EPS, found_inf)
+            clip_parts([Part(list_of(own.tensors))], max_norm, norm, _C.CLIP_EPS, found_inf)
         return norm
     sequence = _parameters(op, parameters)
     if not (process_groups or error_if_nonfinite or torch.compiler.is_compiling()):
@@ -157,6 +160,16 @@ def as_max_norm(op: str, max_norm: float) -> float:
     if not max_norm >= 0:
         raise ValueError(f"{op}: expected max_norm to be 0 or positive, got {max_norm}")
     return max_norm
+
+
+def _check_apart(op: str, process_groups: Sequence[ProcessGroup | None], own: Sequence[ProcessGroup]) -> None:
+    """Raise ValueError if one of ``process_groups`` is among those that ``own`` gradients are added over anyway."""
+    for group in process_groups:
+        if group in own or (group is None and dist.group.WORLD in own):
+            raise ValueError(
+                f"{op}: expected process_groups over which the gradients of a FlatParameters are not added anyway, got "
+                "that of its ranks or of its tp_group"
+            )
 
 
 def _parameters(op: str, parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
