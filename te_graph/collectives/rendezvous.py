@@ -38,14 +38,17 @@ class Rendezvous:
         process_group: of torch.distributed.
         topic: of the steps; the same on all ranks.
         timeout: seconds after which a missing rank is an error.
+        subject: whose set-up it is, for messages.
 
     Attributes:
         number: of the attempt, from 1 on.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, topic: str, timeout: float) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, topic: str, timeout: float, subject: str = "PeerGroup"
+    ) -> None:
         self.rank, self.world = process_group.rank(), process_group.size()
-        self.timeout = timeout
+        self.timeout, self._subject = timeout, subject
         self._store = c10d._get_process_group_store(process_group)
         self._topic = f"te_graph/{topic}"
         self._step = 0
@@ -87,10 +90,10 @@ class Rendezvous:
                 values.append(parse(value) if is_fine else None)
             except (ValueError, TypeError, RecursionError) as error:
                 raise RuntimeError(
-                    f"PeerGroup: rank {rank} sent no message of te_graph while {what}: {_reason(error)}"
+                    f"{self._subject}: rank {rank} sent no message of te_graph while {what}: {_reason(error)}"
                 ) from error
             if not is_fine:
-                raise RuntimeError(f"PeerGroup: rank {rank} failed while {what}: {value}") from cause
+                raise RuntimeError(f"{self._subject}: rank {rank} failed while {what}: {value}") from cause
             nonces.append(nonce)
         if self._step == 1:
             self._nonce = hashlib.sha256("".join(nonces).encode()).hexdigest()[:32]
@@ -146,11 +149,11 @@ class Rendezvous:
             except RuntimeError as error:  # that of a FileStore is no DistStoreError
                 if self._store.check([self._over]):
                     reason = self._store.get(self._over).decode(errors="replace")[:_MAX_REASON]
-                    raise RuntimeError(f"PeerGroup: other ranks have abandoned this attempt: {reason}") from error
+                    raise RuntimeError(f"{self._subject}: other ranks have abandoned this attempt: {reason}") from error
                 if left <= _POLL_SECONDS:
                     reason = f"rank {rank} did not arrive within {self.timeout:g} s while {what}"
                     self._store.set(self._over, reason)
-                    raise RuntimeError(f"PeerGroup: {reason}") from error
+                    raise RuntimeError(f"{self._subject}: {reason}") from error
 
     def _key(self, rank: int) -> str:
         return f"{self._topic}/{self.number}/{self._step}/{rank}"

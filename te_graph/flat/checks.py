@@ -144,26 +144,9 @@ def check_tp_group(
             )
 
 
-def _described(name: str, parameter: Tensor) -> str:
-    return f"{name} {list(parameter.shape)} {parameter.dtype}{' split' if is_split(parameter) else ''}"
-
-
-def check_alike(named: Sequence[tuple[str, Tensor]], settings: str, process_group: ProcessGroup) -> None:
-    """Compare names, shapes, dtypes and settings over all ranks, which call this together.
-
-    Raises:
-        RuntimeError: on all ranks, with the first difference.
-    """
-    mine = [settings, *(_described(name, parameter) for name, parameter in named)]
-    everyone: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, other in enumerate(everyone):
-        if other == everyone[0]:
-            continue
-        first, second = next(
-            (pair for pair in zip(everyone[0], other, strict=False) if pair[0] != pair[1]),
-            (f"{len(everyone[0]) - 1} parameters", f"{len(other) - 1} parameters"),
-        )
-        raise RuntimeError(
-            f"FlatParameters: expected the same model on all ranks, got {first} on rank 0 and {second} on rank {rank}"
-        )
+def described(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """What has to be alike on all ranks of ``named`` parameters [...]."""
+    return [
+        f"{name} {list(parameter.shape)} {parameter.dtype}{' split' if is_split(parameter) else ''}"
+        for name, parameter in named
+    ]

@@ -18,11 +18,12 @@ from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
 from te_graph.common.weak_method import weak_method
-from te_graph.flat.checks import check_alike, check_parameters, check_shard, check_tp_group, named_parameters
+from te_graph.flat.checks import check_parameters, check_shard, check_tp_group, described, named_parameters
 from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
+from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
 from te_graph.flat.reduction import Reduction
 
@@ -86,9 +87,11 @@ class FlatParameters(DeferredSync, GradientParts):
         buffers: one ``FlatBuffer`` for each dtype of parameters.
 
     Raises:
-        ValueError, TypeError: an argument, or a parameter, is none of the above; nothing has been changed.
-        RuntimeError: the ranks' models differ. In a backward: a parameter has moved since (``.to()``, ``p.data =``,
-            ``load_state_dict(assign=True)``), was frozen, or the FlatParameters is gone.
+        ValueError, TypeError: an argument, or a parameter, is none of the above; nothing has been changed. On the other
+            ranks, which are told, a RuntimeError, unless it is one of the groups.
+        RuntimeError: the ranks' models differ, or one has not come within two minutes; the same on all ranks. In a
+            backward: a parameter has moved since (``.to()``, ``p.data =``, ``load_state_dict(assign=True)``), was
+            frozen, or the FlatParameters is gone.
 
     Stream and capture: construction allocates, synchronizes, and must not be captured. Reductions run on the stream of
         the caller of ``backward()``, do not synchronize, and allocate nothing unless a backward follows a reduction
@@ -110,29 +113,38 @@ class FlatParameters(DeferredSync, GradientParts):
         overlap: bool = True,
         tp_group: PeerGroup | ProcessGroup | None = None,
     ) -> None:
-        named = named_parameters(module_or_params)
-        check_shard(shard)
-        check_parameters(named, grad_dtype)
-        if is_captured(named[0][1].device):
-            raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
-        self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
-        self.overlap = bool(overlap)
         self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
-        self.tp_group = _process_group_of(tp_group)
-        check_tp_group(named, self.tp_group, self.process_group)
-        if self.process_group is not None and self.process_group.size() > 1:
-            settings = (
-                f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
-            )
-            check_alike(named, settings, self.process_group)
-            if self.peer_group is None:
-                self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
+        steps = JointSteps([] if self.process_group is None else [self.process_group])
+
+        def check() -> list[tuple[str, Tensor]]:
+            named = named_parameters(module_or_params)
+            check_shard(shard)
+            check_parameters(named, grad_dtype)
+            if is_captured(named[0][1].device):
+                raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
+            self.tp_group = _process_group_of(tp_group)
+            check_tp_group(named, self.tp_group, self.process_group)
+            self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
+            self.overlap = bool(overlap)
+            return named
+
+        named = steps.run("checking arguments", check)
+        settings = (
+            f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
+        )
+        steps.expect_alike("model", [settings, *described(named)])
+        if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
+            self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
         refuse_foreign_optimizers()
         self._reduction = Reduction(self.peer_group, shard != "none", self.gradient_scale)
         self._carried: dict[FlatBuffer, Tensor] = {}  # what is not to be reduced again, [n] each
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
-        self.buffers = self._make_buffers(named, bucket_bytes)
+        try:
+            self.buffers = steps.run("allocating buffers", lambda: self._make_buffers(named, bucket_bytes))
+        except Exception:
+            self._close_group()  # on all ranks, for all raise
+            raise
         self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
         self._backwards = _C.Backwards(
             begin=weak_method(self, "_before_backward"),
@@ -255,8 +267,7 @@ class FlatParameters(DeferredSync, GradientParts):
             buffer.detach()
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = None
-        if self._owns_group and self.peer_group is not None:
-            self.peer_group.close()
+        self._close_group()
 
     def __repr__(self) -> str:
         counts = ", ".join(
@@ -270,6 +281,10 @@ class FlatParameters(DeferredSync, GradientParts):
             of_dtypes.setdefault(parameter.dtype, []).append((name, parameter))
         ranks = 1 if self.peer_group is None else self.peer_group.world_size
         return [FlatBuffer(members, self.grad_dtype, bucket_bytes, ranks) for members in of_dtypes.values()]
+
+    def _close_group(self) -> None:
+        if self._owns_group and self.peer_group is not None:
+            self.peer_group.close()
 
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it."""

@@ -260,9 +260,38 @@ def scenario_differs(rank: Rank) -> None:
     with pytest.raises(RuntimeError, match=r"got .*gradient_scale 1.0 on rank 0 and .*gradient_scale 2.0 on rank 1"):
         tg.FlatParameters(alike, gradient_scale=1.0 + rank.rank % 2)
 
+    more = nn.Sequential(*(nn.Linear(2, 2, bias=False, device=rank.device) for _ in range(1 + rank.rank % 2)))
+    with pytest.raises(RuntimeError, match=r"got nothing on rank 0 and 1.weight \[2, 2\] torch.float32 on rank 1"):
+        tg.FlatParameters(more)
 
-def test_models_that_differ_are_refused(ranks):
+
+def scenario_refused(rank: Rank) -> None:
+    """What one rank refuses, or has no memory for, all are told, and may try again."""
+    model = nn.Linear(3, 4, device=rank.device)
+    before = model.weight.data_ptr()
+    is_last = rank.rank == rank.world - 1
+    told = f"FlatParameters: rank {rank.world - 1} failed while "
+    with pytest.raises(
+        ValueError if is_last else RuntimeError,
+        match="expected shard to be one of" if is_last else told + "checking arguments: ValueError: .* got 'all'",
+    ):
+        tg.FlatParameters(model, shard="all" if is_last else "none")
+    with contextlib.ExitStack() as stack:
+        if is_last:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(tg.FlatParameters, "_make_buffers", no_memory)
+        with pytest.raises(RuntimeError, match="no memory" if is_last else told + "allocating buffers: .*no memory"):
+            tg.FlatParameters(model)
+    assert model.weight.data_ptr() == before
+    tg.FlatParameters(model).close()
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_what_one_rank_refuses_raises_on_all(ranks):
     ranks.run(scenario_differs, 4)
+    ranks.run(scenario_refused, 9)
 
 
 def scenario_overlap(rank: Rank, graphed: bool) -> None:
