@@ -118,10 +118,10 @@ def check_shard(shard: str) -> None:
 
 
 def check_tp_group(
-    named: Sequence[tuple[str, Tensor]], tp_group: ProcessGroup | None, process_group: ProcessGroup | None
+    named: Sequence[tuple[str, Tensor]], tp_group: ProcessGroup | None, reduced_over: Sequence[ProcessGroup]
 ) -> None:
     """Raise ValueError unless ``named`` parameters [...] are marked where they are split over ``tp_group``, and only
-    there, and this rank is the only one that it has in common with ``process_group``."""
+    there, and this rank is the only one that it has in common with groups that gradients are ``reduced_over``."""
     split = next((name for name, parameter in named if is_split(parameter)), None)
     if tp_group is None:
         if split is not None:
@@ -135,11 +135,11 @@ def check_tp_group(
             "FlatParameters: expected parameters that are marked tensor_model_parallel with a tp_group, got none: what "
             "all of its ranks have is not added over it"
         )
-    if process_group is not None:
+    for process_group in reduced_over:
         common = set(dist.get_process_group_ranks(tp_group)) & set(dist.get_process_group_ranks(process_group))
         if len(common) > 1:
             raise ValueError(
-                f"FlatParameters: expected tp_group and process_group to have one rank in common, got "
+                f"FlatParameters: expected tp_group to have one rank in common with process_group or mesh, got "
                 f"{sorted(common)}: gradients of what is split are no mean over tp_group"
             )
 

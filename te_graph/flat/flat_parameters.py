@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_graph import _C
@@ -23,12 +22,14 @@ from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
+from te_graph.flat.groups import Groups, tensor_parallel_group
 from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
 from te_graph.flat.reduction import Reduction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 BUCKET_BYTES = 128 << 20
@@ -68,6 +69,9 @@ class FlatParameters(DeferredSync, GradientParts):
         process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
             initialized. On all of its ranks the parameters get the values of the first one's.
         peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None.
+        mesh: in place of ``process_group``. Of one dimension: its group. Of two, replicas and shards: gradients are
+            reduced over the last dimension by the peer group, whose ranks divide buckets, and these parts over the
+            first one by its process group. What is sharded is so over the last dimension, and the same in all replicas.
         grad_dtype: of gradients. Those of parameters of this dtype are ``.grad``, of others ``main_grad``.
         bucket_bytes: of gradients, from which on a bucket is full; a bucket is reduced by one collective.
         shard: "none", all ranks have all gradients; "optimizer", each rank has those of its parts of the buckets alone,
@@ -82,7 +86,9 @@ class FlatParameters(DeferredSync, GradientParts):
             what is ``shared`` with another pipeline stage, which counts there. Marks are read here, not later.
 
     Attributes:
-        process_group, peer_group, grad_dtype, shard, gradient_scale, overlap: as given, or made.
+        process_group, peer_group, grad_dtype, shard, gradient_scale, overlap: as given, or made; of a mesh the group of
+            its last dimension.
+        replica_group: the process group of the first dimension of a mesh of two, or None.
         tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
 
@@ -106,6 +112,7 @@ class FlatParameters(DeferredSync, GradientParts):
         *,
         process_group: ProcessGroup | None = None,
         peer_group: PeerGroup | None = None,
+        mesh: DeviceMesh | None = None,
         grad_dtype: torch.dtype = torch.float32,
         bucket_bytes: int = BUCKET_BYTES,
         shard: str = "none",
@@ -113,8 +120,10 @@ class FlatParameters(DeferredSync, GradientParts):
         overlap: bool = True,
         tp_group: PeerGroup | ProcessGroup | None = None,
     ) -> None:
-        self.process_group, self.peer_group, self._owns_group = _groups(process_group, peer_group)
-        steps = JointSteps([] if self.process_group is None else [self.process_group])
+        groups = Groups.of(process_group, peer_group, mesh)
+        self.process_group, self.replica_group, self.peer_group = groups
+        self._owns_group = peer_group is None
+        steps = JointSteps(groups.reduced_over)
 
         def check() -> list[tuple[str, Tensor]]:
             named = named_parameters(module_or_params)
@@ -122,8 +131,13 @@ class FlatParameters(DeferredSync, GradientParts):
             check_parameters(named, grad_dtype)
             if is_captured(named[0][1].device):
                 raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
-            self.tp_group = _process_group_of(tp_group)
-            check_tp_group(named, self.tp_group, self.process_group)
+            if mesh is not None and mesh.device_type != named[0][1].device.type:
+                raise ValueError(
+                    f"FlatParameters: expected mesh to be of the parameters' device, {named[0][1].device.type}, got "
+                    f"{mesh.device_type}"
+                )
+            self.tp_group = tensor_parallel_group(tp_group)
+            check_tp_group(named, self.tp_group, groups.reduced_over)
             self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
             self.overlap = bool(overlap)
             return named
@@ -136,7 +150,7 @@ class FlatParameters(DeferredSync, GradientParts):
         if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
             self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
         refuse_foreign_optimizers()
-        self._reduction = Reduction(self.peer_group, shard != "none", self.gradient_scale)
+        self._reduction = Reduction(self.peer_group, self.replica_group, shard != "none", self.gradient_scale)
         self._carried: dict[FlatBuffer, Tensor] = {}  # what is not to be reduced again, [n] each
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
@@ -231,7 +245,7 @@ class FlatParameters(DeferredSync, GradientParts):
     @property
     def sharding_group(self) -> ProcessGroup | None:
         """Over whose ranks parts are divided; None: each has all."""
-        return self.process_group if self._reduction.shards else None
+        return self.process_group if self._reduction.is_sharded else None
 
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """What this rank has of ``buffer``.
@@ -306,7 +320,7 @@ class FlatParameters(DeferredSync, GradientParts):
             self.check_places()
             if any([buffer.all_gradients.take_reduced() for buffer in self.buffers]):
                 self._carry()
-            return self._syncs and self.overlap and self._reduction.group is not None
+            return self._syncs and self.overlap and self._reduction.is_distributed
 
     @torch.no_grad()
     def _reduce_ready(self, number: int) -> None:
@@ -365,28 +379,3 @@ class FlatParameters(DeferredSync, GradientParts):
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _process_group_of(tp_group: PeerGroup | ProcessGroup | None) -> ProcessGroup | None:
-    group = tp_group.process_group if isinstance(tp_group, PeerGroup) else tp_group
-    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            "FlatParameters: expected tp_group to be a PeerGroup or a process group that this rank is in, got "
-            f"{group!r:.100}"
-        )
-    return group
-
-
-def _groups(
-    process_group: ProcessGroup | None, peer_group: PeerGroup | None
-) -> tuple[ProcessGroup | None, PeerGroup | None, bool]:
-    """The groups to reduce over, and whether a PeerGroup is to be made."""
-    if peer_group is not None:
-        if not isinstance(peer_group, PeerGroup):
-            raise TypeError(f"FlatParameters: expected peer_group to be a PeerGroup, got {type(peer_group).__name__}")
-        if process_group is not None and process_group is not peer_group.process_group:
-            raise ValueError("FlatParameters: expected process_group to be that of peer_group, got another one")
-        return peer_group.process_group, peer_group, False
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
-    return process_group, None, True

@@ -29,7 +29,6 @@ class JointSteps:
         self._groups = [
             (group, Rendezvous(group, f"flat/{group.group_name}", RENDEZVOUS_TIMEOUT, "FlatParameters"))
             for group in groups
-            if group.size() > 1
         ]
 
     def run(self, what: str, action: Callable[[], T]) -> T:

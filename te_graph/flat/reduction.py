@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -9,46 +11,63 @@ from te_graph.collectives.ops import all_gather_out, all_reduce_, reduce_scatter
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.flat.flat_buffer import FlatBuffer
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class Reduction:
-    """Reduces buckets over a group, or not at all on one rank.
+    """Reduces buckets over the ranks of a group, and over replicas of it; or not at all on one rank.
+
+    Sums are taken in the order of the ranks of the group, then over replicas in the order of their process group's
+    all_reduce.
 
     Attributes:
         group: of ranks; None: there is one.
-        shards: each rank gets its part of a bucket alone.
+        replicas: of the ranks that have the same part of each bucket; None: there is one.
+        is_sharded: each rank keeps its part of a bucket alone.
+        shards: ``_sum_`` leaves it that part alone, which is what replicas exchange, too.
         scale: by which gradients are multiplied, the mean over ranks included.
     """
 
-    def __init__(self, group: PeerGroup | None, shards: bool, gradient_scale: float) -> None:
+    def __init__(
+        self, group: PeerGroup | None, replicas: ProcessGroup | None, shards: bool, gradient_scale: float
+    ) -> None:
         self.group = group if group is not None and group.world_size > 1 else None
-        self.shards = shards and self.group is not None
+        self.replicas = replicas if replicas is not None and replicas.size() > 1 else None
+        self.is_sharded = shards and self.group is not None
+        self.shards = self.group is not None and (shards or self.replicas is not None)
         self.gradient_scale = gradient_scale
-        self.scale = gradient_scale / (1 if self.group is None else self.group.world_size)
+        ranks = 1 if self.group is None else self.group.world_size
+        self.scale = gradient_scale / (ranks if self.replicas is None else ranks * self.replicas.size())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks have gradients of the same parameters."""
+        return self.group is not None or self.replicas is not None
 
     @property
     def changes_what_is_alike(self) -> bool:
         """Whether gradients that have been reduced must not be reduced again: with the mean of what is alike on all
         ranks nothing changes."""
-        return self.shards or self.gradient_scale != 1.0
+        return self.is_sharded or self.gradient_scale != 1.0
 
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """Begin and end of what is whole on this rank, ascending."""
-        if not self.shards:
+        if not self.is_sharded:
             return [(0, buffer.layout.numel)]
         return [bucket.part(self.group.rank, self.group.world_size) for bucket in buffer.layout.buckets]
 
     def gather_(self, buffer: FlatBuffer) -> None:
         """Get from each rank its parts of the parameters in ``buffer``."""
-        if self.shards:
+        if self.is_sharded:
             for bucket in buffer.layout.buckets:
-                begin, end = bucket.part(self.group.rank, self.group.world_size)
-                all_gather_out(buffer.data[bucket.begin : bucket.end], buffer.data[begin:end], self.group)
+                self._gather_bucket_(buffer.data[bucket.begin : bucket.end])
 
     def broadcast_(self, data: Tensor) -> None:
-        """Give ``data`` [n] the values that it has on the first rank."""
-        if self.group is not None:
-            process_group = self.group.process_group
-            dist.broadcast(data, dist.get_global_rank(process_group, 0), group=process_group)
+        """Give ``data`` [n] the values that it has on the first rank of the first replica."""
+        for group in (self.replicas, None if self.group is None else self.group.process_group):
+            if group is not None:
+                dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
 
     def run_(self, buffer: FlatBuffer, number: int, carried: Tensor | None) -> None:
         """Reduce bucket ``number`` of ``buffer``.
@@ -57,13 +76,25 @@ class Reduction:
             carried: [end - begin], what is added to the result; None: nothing.
         """
         bucket = buffer.layout.buckets[number]
-        if self.group is None and self.scale == 1.0 and carried is None:
+        if not self.is_distributed and self.scale == 1.0 and carried is None:
             return
-        with buffer.gathered(number, adopts=self.group is not None):
+        with buffer.gathered(number, adopts=self.is_distributed):
             grads = buffer.grads[bucket.begin : bucket.end]
             self._sum_(grads)
+            if self.replicas is not None:
+                dist.all_reduce(self._own_part(grads), group=self.replicas)
+                if self.shards and not self.is_sharded:
+                    self._gather_bucket_(grads)
             if carried is not None:
                 grads.add_(carried)
+
+    def _own_part(self, values: Tensor) -> Tensor:
+        """Of ``values`` [n] of a bucket, what belongs to this rank."""
+        return values if self.group is None else values.chunk(self.group.world_size)[self.group.rank]
+
+    def _gather_bucket_(self, values: Tensor) -> None:
+        """Get from each rank its part of ``values`` [n]."""
+        all_gather_out(values, self._own_part(values), self.group)
 
     def _sum_(self, grads: Tensor) -> None:
         if self.group is None:

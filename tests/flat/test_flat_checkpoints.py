@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import te_graph as tg
 from te_graph.flat.tensor_part import boxes_of
@@ -379,7 +380,7 @@ def test_boxes_hold_the_elements():
 
 
 def scenario_worlds(rank: Rank, path: str) -> None:
-    """Saved at 2 ranks, loaded at 4, 3, 2 and not sharded: the same whole states, and the same steps."""
+    """Saved at 2 ranks, then at 2 x 2, loaded at 4, 3, 2 and not sharded: the same whole states, and the same steps."""
     groups = {world: dist.new_group(list(range(world))) for world in (1, 2, 3, 4)}
     alone = [dist.new_group([one]) for one in range(rank.world)][rank.rank]
     flat, model, optimizer = make("AdamW", scale=4, process_group=alone)
@@ -399,12 +400,21 @@ def scenario_worlds(rank: Rank, path: str) -> None:
     dist.barrier()
     ends = []
     train(model, optimizer, range(2, 5))
-    for world, shard in ((4, "optimizer"), (3, "optimizer"), (2, "optimizer"), (2, "none")):
-        if rank.rank >= world:
+    mesh = init_device_mesh("cpu", (2, 2))
+    saved = "two"
+    for world, shard in (("2 x 2", "optimizer"), (4, "optimizer"), (3, "optimizer"), (2, "optimizer"), (2, "none")):
+        if world != "2 x 2" and rank.rank >= world:
             continue
-        shards, one, sharded = make("AdamW", seed=1, scale=4, shard=shard, process_group=groups[world])
+        over = {"mesh": mesh} if world == "2 x 2" else {"process_group": groups[world]}
+        shards, one, sharded = make("AdamW", seed=1, scale=4, shard=shard, **over)
         states = {"model": one, "optimizer": sharded.sharded()}
-        dcp.load(states, checkpoint_id=Path(path) / "two", process_group=groups[world])
+        dcp.load(states, checkpoint_id=Path(path) / saved, process_group=groups.get(world))
+        if world == "2 x 2":
+            saved = world
+            states = {"model": one, "optimizer": sharded.sharded()}
+            dcp.save(states, checkpoint_id=Path(path) / saved)
+            sizes = [sum(file.stat().st_size for file in (Path(path) / name).iterdir()) for name in ("two", saved)]
+            assert sizes[1] < 1.05 * sizes[0], sizes  # what replicas have is written once
         train(one, sharded, range(2, 5))
         assert_same_states(one, sharded, model, optimizer)
         shards.check_places()
@@ -415,8 +425,13 @@ def scenario_worlds(rank: Rank, path: str) -> None:
 
 def scenario_resume(rank: Rank, path: str, how: Callable[..., None]) -> None:
     """Of the optimizer of few parameters, some ranks have none."""
-    for low, shard in ((torch.float32, "optimizer"), (BF16, "optimizer"), (BF16, "none")):
-        runs = [make("AdamW", low, seed, shard=shard) for seed in (0, 1)]
+    plane = {"mesh": init_device_mesh("cpu", (2, 2))}
+    for low, shard, over in (
+        (torch.float32, "optimizer", {}),
+        (BF16, "optimizer", plane),
+        (BF16, "none", {}),
+    ):
+        runs = [make("AdamW", low, seed, shard=shard, **over) for seed in (0, 1)]
         (_, model, optimizer), (_, fresh, fresh_optimizer) = runs
         train(model, optimizer, range(3, 5))
         folder = Path(path) / f"{low} {shard}" / (str(rank.rank) if how is by_file else "all")
