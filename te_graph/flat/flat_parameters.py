@@ -16,7 +16,9 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
+from te_graph.common.replay_checks import before_replay
 from te_graph.common.weak_method import weak_method
+from te_graph.flat.carried_gradients import CarriedGradients
 from te_graph.flat.checks import check_parameters, check_shard, check_tp_group, described, named_parameters
 from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
@@ -151,7 +153,6 @@ class FlatParameters(DeferredSync, GradientParts):
             self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
         refuse_foreign_optimizers()
         self._reduction = Reduction(self.peer_group, self.replica_group, shard != "none", self.gradient_scale)
-        self._carried: dict[FlatBuffer, Tensor] = {}  # what is not to be reduced again, [n] each
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
         try:
@@ -159,6 +160,7 @@ class FlatParameters(DeferredSync, GradientParts):
         except Exception:
             self._close_group()  # on all ranks, for all raise
             raise
+        self._carried = CarriedGradients(self.buffers)
         self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
         self._backwards = _C.Backwards(
             begin=weak_method(self, "_before_backward"),
@@ -182,12 +184,16 @@ class FlatParameters(DeferredSync, GradientParts):
         last backward is known beforehand, as in pipeline schedules.
 
         Raises:
-            RuntimeError: a parameter has moved, or was frozen.
+            RuntimeError: a parameter has moved, or was frozen. In a function that ``graphed`` captures or replays:
+                gradients were added to what has been reduced, sharded or with a ``gradient_scale``.
 
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
         with self._lock:
             self.check_places()
+            if is_captured(self.buffers[0].data.device):
+                self._carried.expect_none()
+                before_replay(self._carried.expect_none)
             self._reduce(0)
 
     def zero_grad(self) -> None:
@@ -318,8 +324,10 @@ class FlatParameters(DeferredSync, GradientParts):
                     "know which gradients are there: graph the layers, and the function that clips and steps"
                 )
             self.check_places()
-            if any([buffer.all_gradients.take_reduced() for buffer in self.buffers]):
-                self._carry()
+            self._carried.forget_dropped()
+            is_reduced = any([buffer.all_gradients.take_reduced() for buffer in self.buffers])
+            if is_reduced and self._reduction.changes_what_is_alike:
+                self._carried.put_aside()
             return self._syncs and self.overlap and self._reduction.is_distributed
 
     @torch.no_grad()
@@ -336,23 +344,9 @@ class FlatParameters(DeferredSync, GradientParts):
             if self._syncs or first > 0:
                 self._reduce(first)
 
-    def _carry(self) -> None:
-        """Put what has been reduced and not been dropped aside, where it must not be reduced again."""
-        if not self._reduction.changes_what_is_alike or not any(
-            not gradient.is_missing() for buffer in self.buffers for gradient in buffer.gradients
-        ):
-            return
-        for buffer in self.buffers:
-            carried = self._carried[buffer] = torch.zeros_like(buffer.grads)
-            for number, gradient in enumerate(buffer.gradients):
-                if not gradient.is_missing() and gradient.elsewhere() is None:
-                    begin = buffer.layout.offsets[number]
-                    end = begin + buffer.memories[number].numel()
-                    carried[begin:end].add_(buffer.grads[begin:end])
-                    buffer.grads[begin:end].fill_(-0.0)
-
     @torch.no_grad()
     def _reduce(self, first: int) -> None:
+        self._carried.forget_dropped()
         with self._beside() if first > 0 else contextlib.nullcontext():
             for number in range(first, len(self._buckets)):
                 self._reduce_bucket(number)
@@ -360,12 +354,11 @@ class FlatParameters(DeferredSync, GradientParts):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for buffer in self.buffers:
             buffer.all_gradients.note_reduced()
-        self._carried.clear()
+        self._carried.note_reduced()
 
     def _reduce_bucket(self, number: int) -> None:
         buffer, place = self._buckets[number]
-        bucket, carried = buffer.layout.buckets[place], self._carried.get(buffer)
-        self._reduction.run_(buffer, place, None if carried is None else carried[bucket.begin : bucket.end])
+        self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

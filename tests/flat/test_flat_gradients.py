@@ -166,3 +166,67 @@ def test_random_trainings(graphed):
         for one, expected in model.__dict__.get("held", []):
             assert same_bits(one, expected), f"seed {seed}: a gradient that is held"
         flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("place", ["in place", "elsewhere"])
+def test_what_is_reduced_is_not_reduced_again(place, dtype):
+    """With a factor, by which it shows, whatever happens to gradients in between."""
+    model = nn.Linear(5, 3, bias=False, dtype=dtype)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    x, expected = torch.ones(1, 5, dtype=dtype), 0.0  # each backward adds 1
+    if place == "elsewhere":
+        model.weight.grad = torch.zeros(3, 5, dtype=dtype)
+
+    def check() -> None:
+        grad = getattr(model.weight, "main_grad", None) if model.weight.grad is None else model.weight.grad
+        assert grad.eq(expected).all(), (grad, expected)
+
+    def reduce() -> None:
+        model(x).sum().backward()
+
+    def add() -> None:
+        with flat.no_sync():
+            model(x).sum().backward()
+
+    for acts, value in (
+        ([reduce, reduce], 1.0),
+        ([add, reduce, reduce], 2.5),
+        ([add, flat.reduce_gradients], 3.0),
+        ([add, flat.zero_grad, reduce], 0.5),
+        ([add, flat.zero_grad, flat.reduce_gradients, add, reduce], 1.0),
+        ([add, model.weight.detach, flat.zero_grad, add, reduce, reduce], 1.5),
+    ):
+        for act in acts:
+            act()
+        expected = value
+        check()
+    if dtype == torch.float32:
+        model.weight.grad = torch.ones(3, 5)  # not reduced yet
+        reduce()
+        expected = 1.0
+        check()
+    flat.close()
+
+
+def test_captured_reductions_expect_what_is_not_reduced():
+    model = nn.Linear(5, 3, bias=False)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    reduce = tg.graphed(flat.reduce_gradients)
+    message = "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function"
+    for _ in range(4):
+        with flat.no_sync():
+            for _ in range(2):
+                model(torch.ones(1, 5)).sum().backward()
+        reduce()
+        assert model.weight.grad.eq(1.0).all()
+        flat.zero_grad()
+    assert reduce.info()["forward_replays"] >= 2
+    with flat.no_sync():
+        model(torch.ones(1, 5)).sum().backward()
+        reduce()
+        model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=message):
+        reduce()
+    flat.zero_grad()
+    flat.close()

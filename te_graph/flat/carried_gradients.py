@@ -1,0 +1,77 @@
+"""Gradients that have been reduced, kept from being reduced once more with what is added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_graph.common.own_objects import OwnObject
+from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.layout import Bucket
+
+
+class CarriedGradients(OwnObject):
+    """Lie aside from the beginning of a backward that adds to them on, until what it and others have added is reduced;
+    then they are added to that. In their places is -0.0, which changes no sum."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
+        self._buffers = buffers
+        self._aside: dict[
+            FlatBuffer, tuple[Tensor, dict[int, Tensor]]
+        ] = {}  # [n], and the part of each gradient, [...]
+        self._reduced_elsewhere = WeakTensorKeyDictionary()  # gradients [...] of the user's own
+
+    def note_reduced(self) -> None:
+        """All gradients have been; those aside are among them."""
+        self._aside.clear()
+        self._reduced_elsewhere = WeakTensorKeyDictionary(
+            {grad: None for buffer in self._buffers for _, grad in buffer.all_gradients.elsewhere()}
+        )
+
+    @torch.no_grad()
+    def put_aside(self) -> None:
+        """Called before more is added to what has been reduced."""
+        for buffer in self._buffers:
+            missing, elsewhere = set(buffer.all_gradients.missing()), dict(buffer.all_gradients.elsewhere())
+            reduced = {
+                number: elsewhere.get(number, memory)
+                for number, memory in enumerate(buffer.memories)
+                if number not in missing and (number not in elsewhere or elsewhere[number] in self._reduced_elsewhere)
+            }
+            if not reduced:
+                continue
+            values = torch.zeros_like(buffer.grads)
+            parts = {
+                number: values.as_strided(grad.shape, buffer.memories[number].stride(), buffer.layout.offsets[number])
+                for number, grad in reduced.items()
+            }
+            torch._foreach_copy_(list(parts.values()), list(reduced.values()))
+            torch._foreach_zero_(list(reduced.values()))
+            torch._foreach_neg_(list(reduced.values()))
+            self._aside[buffer] = values, parts
+
+    @torch.no_grad()
+    def forget_dropped(self) -> None:
+        """Called before anything is written where a gradient was dropped, and before a reduction."""
+        for buffer, (_, parts) in list(self._aside.items()):
+            dropped = [parts.pop(number) for number in buffer.all_gradients.missing() if number in parts]
+            if not parts:
+                del self._aside[buffer]
+            elif dropped:
+                torch._foreach_zero_(dropped)
+
+    def expect_none(self) -> None:
+        """Raise RuntimeError if there are some: a captured reduction cannot know of them."""
+        self.forget_dropped()
+        if self._aside:
+            raise RuntimeError(
+                "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function "
+                "that is captured: call zero_grad() after each, or reduce outside of it"
+            )
+
+    def of(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor | None:
+        """Those of ``bucket`` of ``buffer``, [end - begin], zeros between; None: there are none."""
+        return self._aside[buffer][0][bucket.begin : bucket.end] if buffer in self._aside else None
