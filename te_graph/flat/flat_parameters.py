@@ -149,17 +149,16 @@ class FlatParameters(DeferredSync, GradientParts):
             f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
         )
         steps.expect_alike("model", [settings, *described(named)])
-        if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
-            self.peer_group = PeerGroup(self.process_group, device=named[0][1].device)
-        refuse_foreign_optimizers()
-        self._reduction = Reduction(self.peer_group, self.replica_group, shard != "none", self.gradient_scale)
-        self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
         try:
+            steps.run("making a PeerGroup", lambda: self._make_peer_group(named[0][1].device))
             self.buffers = steps.run("allocating buffers", lambda: self._make_buffers(named, bucket_bytes))
         except Exception:
             self._close_group()  # on all ranks, for all raise
             raise
+        refuse_foreign_optimizers()
+        self._reduction = Reduction(self.peer_group, self.replica_group, shard != "none", self.gradient_scale)
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
         self._carried = CarriedGradients(self.buffers)
         self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
         self._backwards = _C.Backwards(
@@ -294,6 +293,10 @@ class FlatParameters(DeferredSync, GradientParts):
             f"{len(one.parameters)} of {one.data.dtype} in {len(one.layout.buckets)} buckets" for one in self.buffers
         )
         return f"FlatParameters({counts}; gradients {self.grad_dtype}, shard {self.shard!r}, {self.peer_group})"
+
+    def _make_peer_group(self, device: torch.device) -> None:
+        if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
+            self.peer_group = PeerGroup(self.process_group, device=device)
 
     def _make_buffers(self, named: list[tuple[str, Tensor]], bucket_bytes: int) -> list[FlatBuffer]:
         of_dtypes: dict[torch.dtype, list[tuple[str, Tensor]]] = {}

@@ -35,7 +35,7 @@ class JointSteps:
         """``action()``, once it has come through on all ranks.
 
         Args:
-            what: for messages: "allocating its buffers".
+            what: for messages: "allocating buffers".
             action: called on each rank.
 
         Raises:

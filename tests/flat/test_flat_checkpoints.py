@@ -426,11 +426,7 @@ def scenario_worlds(rank: Rank, path: str) -> None:
 def scenario_resume(rank: Rank, path: str, how: Callable[..., None]) -> None:
     """Of the optimizer of few parameters, some ranks have none."""
     plane = {"mesh": init_device_mesh("cpu", (2, 2))}
-    for low, shard, over in (
-        (torch.float32, "optimizer", {}),
-        (BF16, "optimizer", plane),
-        (BF16, "none", {}),
-    ):
+    for low, shard, over in ((torch.float32, "optimizer", {}), (BF16, "optimizer", plane), (BF16, "none", {})):
         runs = [make("AdamW", low, seed, shard=shard, **over) for seed in (0, 1)]
         (_, model, optimizer), (_, fresh, fresh_optimizer) = runs
         train(model, optimizer, range(3, 5))
