@@ -17,6 +17,9 @@ from torch.distributed import _functional_collectives as functional_collectives
 
 from te_graph.graphs.tracing.recorder import Recorder
 
+# Kept: torch.export and inductor look at all operators that torch.ops has had, and fail if one is gone.
+_LIBRARY = torch.library.Library("te_graph_test", "FRAGMENT")
+
 
 def tuple_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
@@ -247,15 +250,14 @@ def test_custom_operator_that_mutates_is_called_on_the_recorded_tensors() -> Non
 
 
 def test_operator_with_an_autograd_kernel_of_its_own_is_replayed_beneath_it() -> None:
-    library = torch.library.Library("te_graph_test", "FRAGMENT")
-    library.define("halve(Tensor x) -> Tensor")
-    library.impl("halve", lambda x: x / 2, "CPU")
+    _LIBRARY.define("halve(Tensor x) -> Tensor")
+    _LIBRARY.impl("halve", lambda x: x / 2, "CPU")
 
     def halve_and_add_one(x: Tensor) -> Tensor:  # [5] -> [5]
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.te_graph_test.halve(x) + 1
 
-    library.impl("halve", halve_and_add_one, "AutogradCPU")
+    _LIBRARY.impl("halve", halve_and_add_one, "AutogradCPU")
     static, recorder = torch.randn(5), Recorder()
     with recorder.capture():
         output = torch.ops.te_graph_test.halve(static)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.own_objects import OwnObject
+
+_replacing = threading.Lock()
 
 
 def move_exported_results() -> None:
@@ -29,14 +32,15 @@ def move_exported_results() -> None:
 
     Stream and capture: moving a result copies it on the current stream.
     """
-    if isinstance(Tensor.__dlpack__, _Moving):
-        return
-    moving = {one: _Moving(one) for one in (Tensor.numpy, Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)}
-    by_id = {id(export): one for export, one in moving.items()}
-    Tensor.numpy, Tensor.__dlpack__ = moving[Tensor.numpy], moving[Tensor.__dlpack__]
-    interface = Tensor.__cuda_array_interface__
-    Tensor.__cuda_array_interface__ = property(_Moving(interface.fget), doc=interface.__doc__)
-    _replace_in_modules(by_id)
+    with _replacing:  # several threads may capture first callables
+        if isinstance(Tensor.__dlpack__, _Moving):
+            return
+        moving = {one: _Moving(one) for one in (Tensor.numpy, Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)}
+        by_id = {id(export): one for export, one in moving.items()}
+        Tensor.numpy, Tensor.__dlpack__ = moving[Tensor.numpy], moving[Tensor.__dlpack__]
+        interface = Tensor.__cuda_array_interface__
+        Tensor.__cuda_array_interface__ = property(_Moving(interface.fget), doc=interface.__doc__)
+        _replace_in_modules(by_id)
 
 
 def _replace_in_modules(by_id: dict[int, Callable[..., Any]]) -> None:
@@ -44,8 +48,9 @@ def _replace_in_modules(by_id: dict[int, Callable[..., Any]]) -> None:
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             names = vars(module)
-            for name in [name for name, value in list(names.items()) if id(value) in by_id]:
-                names[name] = by_id[id(names[name])]
+            for name, value in list(names.items()):
+                if id(value) in by_id:
+                    names[name] = by_id[id(value)]
 
 
 class _Moving(OwnObject):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 _ROOT = Path(__file__).resolve().parents[3]
 
 _MEETING = """
-    import contextlib, faulthandler, sys, threading, time
+    import contextlib, faulthandler, sys, threading, time, types
     import torch
     from torch import nn
     import te_graph as tg
@@ -30,8 +30,9 @@ _MEETING = """
     torch.set_num_threads(1)
 
     def let_others_in(frame, event, given):
-        is_look = event == "call" and frame.f_code.co_name == "__getattr__"
-        if is_look and frame.f_code.co_filename.endswith(("torch/_ops.py", "torch/backends/__init__.py")):
+        is_look = event == "call" and frame.f_code.co_name in ("__getattr__", "update_wrapper")
+        places = "torch/_ops.py", "torch/backends/__init__.py", "/functools.py"
+        if is_look and frame.f_code.co_filename.endswith(places):
             time.sleep(0.01)
 
     def meet(*works):
@@ -106,6 +107,21 @@ def test_a_function_and_what_else_watches_operators() -> None:
         ):
             met, step = threading.Barrier(2, timeout=1), tg.graphed(both_watched)
             meet(lambda: called(step), watch)
+    """)
+
+
+def test_first_callables_of_several_threads() -> None:
+    """What hands out addresses of tensors is wrapped once, under all its names."""
+    run_program("""
+        from torch import Tensor
+        names = [types.ModuleType(f"with_numpy_{number}") for number in range(200)]
+        for module in names:
+            module.numpy, sys.modules[module.__name__] = Tensor.numpy, module
+        def capture():
+            tg.make_graphed_callables(nn.Linear(4, 4), (torch.ones(2, 4),))
+        meet(*[capture] * 4)
+        assert not hasattr(Tensor.numpy.__wrapped__, "__wrapped__")
+        assert all(module.numpy is Tensor.numpy for module in names)
     """)
 
 

@@ -25,6 +25,9 @@ from te_graph import graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
+# Kept: torch.export and inductor look at all operators that torch.ops has had, and fail if one is gone.
+_LIBRARY = torch.library.Library("te_graph_test_of_names", "DEF")
+
 _PARTS = "class Mode(enum.Enum):\n A = 1\n B = 2\nMode.A.k = Mode.B.k = 2.0"
 _POINT = "class P(typing.NamedTuple):\n a: float\n k = 2.0\np = P(1.0)"
 IN_CONTAINERS = {
@@ -337,10 +340,9 @@ def test_state_of_an_installed_package(
 
 
 def test_operators_that_are_looked_up_later_are_no_change(module: types.ModuleType) -> None:
-    library = torch.library.Library("te_graph_test_of_names", "DEF")
     for name in ("once", "twice"):
-        library.define(f"{name}(Tensor x) -> Tensor")
-        library.impl(name, torch.Tensor.clone, "CompositeImplicitAutograd")
+        _LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+        _LIBRARY.impl(name, torch.Tensor.clone, "CompositeImplicitAutograd")
     setup = "ops = torch.ops.te_graph_test_of_names"
     run_text(module, f"import torch\n{setup}\ndef fn(x): return ops.once(x)")
     function, x = graphed(module.fn), torch.ones(3)
