@@ -17,8 +17,8 @@ namespace {
 // use it may close it.
 class Handle {
 public:
-    Handle(std::string name, int world, at::Device device, std::shared_ptr<Transport> transport)
-        : group_(std::make_shared<Group>(Group{std::move(name), world, device, std::move(transport)})) {
+    Handle(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
+        : group_(std::make_shared<Group>(Group{std::move(name), rank, world, device, std::move(transport)})) {
         add_group(group_);
     }
 
@@ -48,13 +48,13 @@ private:
 
 std::unique_ptr<Handle> make_local(std::string name, at::Device device) {
     auto transport = make_local_transport(name);
-    return std::make_unique<Handle>(std::move(name), 1, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), 0, 1, device, std::move(transport));
 }
 
 std::unique_ptr<Handle> make_on_process_group(std::string name, const std::string& process_group, int rank, int world,
                                               at::Device device, double timeout) {
     auto transport = make_process_group_transport(name, process_group, rank, world, device, timeout);
-    return std::make_unique<Handle>(std::move(name), world, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
 }
 
 #ifdef TE_GRAPH_CUDA
@@ -74,7 +74,7 @@ std::unique_ptr<Handle> make_on_peers(std::string name, const SymmetricBuffer& b
     auto transport = std::make_shared<PeerTransport>(
         name, PeerMemory{buffer.memory(), buffer.addresses(), receive_buffer_bytes, rank},
         PeerOptions{timeout, traps, watchdog, default_tuning(world)});
-    return std::make_unique<Handle>(std::move(name), world, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
 }
 #endif
 

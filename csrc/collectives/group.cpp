@@ -10,6 +10,7 @@
 
 #include "collectives/abort.h"
 #include "common/abort_flag.h"
+#include "common/run_on.h"
 
 namespace te_graph::collectives {
 namespace {
@@ -36,7 +37,12 @@ public:
 
     void run(const Operation& operation) override {
         check(operation.name);
-        if (!operation.out.is_same(operation.input)) operation.out.view({-1}).copy_(operation.input.view({-1}));
+        const at::Tensor &input = operation.input, &out = operation.out;
+        if (operation.op != Op::kAllGather && operation.is_scaled()) {
+            TE_GRAPH_RUN(out.device(), reduce_rows, rows_of(operation, 1, input, out));
+        } else if (out.const_data_ptr() != input.const_data_ptr()) {
+            out.view({-1}).copy_(input.view({-1}));
+        }
     }
     void check(const char* op) override { abort_reason_.check(op); }
     void abort() override { abort_reason_.set_aborted(group_, 0); }
@@ -93,6 +99,17 @@ std::string describe(const Fingerprint& fingerprint) {
               << extents.behind << " behind)";
     }
     return describe_kind(fingerprint.kind, std::to_string(extents.numel) + ' ', along.str());
+}
+
+Rows rows_of(const Operation& operation, int ranks, const at::Tensor& rows, const at::Tensor& out) {
+    return {.rows = rows.const_data_ptr(),
+            .out = out.data_ptr(),
+            .columns = out.numel(),
+            .ranks = ranks,
+            .element = element_of(rows.scalar_type()),
+            .reduction = operation.reduction,
+            .scale = static_cast<float>(operation.scale),
+            .scale_tensor = operation.scale_data()};
 }
 
 std::unique_ptr<Transport> make_local_transport(std::string group) {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "collectives/in_backward.h"
-#include "collectives/peers.h"
+#include "collectives/protocols.h"
 
 namespace te_graph::collectives {
 
@@ -27,9 +27,18 @@ struct Operation {
     Op op;
     Reduction reduction;
     at::Tensor input;  // all_reduce: [n]; reduce_scatter: [world, n]; all_gather: [n]
-    at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n]; all_gather: [world, n]
+    at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n], maybe its row of `input`;
+                       // all_gather: [world, n]
     Extents extents;
+    // Of sums: by what they are multiplied before they are rounded; the product of both.
+    double scale = 1.0;
+    at::Tensor scale_tensor = {};  // [] or [1] fp32, or undefined
     bool in_backward = is_in_backward();
+
+    bool is_scaled() const { return scale != 1.0 || scale_tensor.defined(); }
+    const float* scale_data() const {
+        return scale_tensor.defined() ? static_cast<const float*>(scale_tensor.const_data_ptr()) : nullptr;
+    }
 
     Fingerprint fingerprint() const {
         return {{op, reduction, static_cast<uint8_t>(input.scalar_type()), in_backward}, extents};
@@ -55,6 +64,11 @@ public:
     virtual void set_timeout(double seconds) = 0;
 };
 
+// The sum, or largest, of what all ranks sent, for transports that bring it here.
+Rows rows_of(const Operation& operation, int ranks,
+             const at::Tensor& rows,  // [ranks, n] contiguous
+             const at::Tensor& out);  // [n] contiguous; maybe `rows`, where there is one
+
 // The transport of a group of one rank: no data is moved, and it can be aborted like any other.
 std::unique_ptr<Transport> make_local_transport(std::string group);
 
@@ -66,6 +80,7 @@ std::unique_ptr<Transport> make_process_group_transport(const std::string& group
 
 struct Group {
     const std::string name;
+    const int rank;
     const int world;
     const at::Device device;
     const std::shared_ptr<Transport> transport;

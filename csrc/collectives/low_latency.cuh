@@ -1,10 +1,11 @@
 // Kernels of the low-latency protocols, LL128 and Lamport, where data shows by itself that it has arrived.
 //
-// Formula: out = x_0 + x_1 + ... in rank order, in fp32, rounded once (or the maximum, or the concatenation of all x),
-// for words of 8 bytes.
+// Formula: out = (x_0 + x_1 + ...) * scale in rank order, in fp32, rounded once (or the maximum, or the concatenation
+// of all x), for words of 8 bytes.
 // Grid: blocks of up to 1024 threads; each warp transfers every n-th group of four lines of each piece, a thread 16
 // bytes of each line.
-// A thread reads and writes the same words in all phases, so `out` may be `input`.
+// A thread reads and writes the same words in all phases, so `out` may be `input`. Of a reduce-scatter it may be this
+// rank's own part of the input: that is sent to nobody, and a word of it is read by the thread that then writes it.
 // Determinism: sums are taken in rank order, so the bits depend on the elements alone, not on size or timing.
 // Blocks wait for peers only, never for each other, so they need not all be resident at once.
 #pragma once
@@ -126,8 +127,17 @@ public:
     __device__ void poll(int line, Received& received) const { poll_line(line, line < count_, received); }
     __device__ void poll_sums(int line, Received& received) const { poll_line(count_ + line, line < count_, received); }
 
-    // Reduces a line, and sends the sum to all peers in a two-shot all-reduce. `received` has been polled once.
-    __device__ void reduce(LaunchState& state, int line, const Fragment& own, Received& received) const {
+    // The factor of the sums. Memory: the predecessor has to have ended.
+    __device__ float scale() const {
+        return kReduction == Reduction::kSum && args_.scale_tensor != nullptr ? args_.scale * *args_.scale_tensor
+                                                                              : args_.scale;
+    }
+
+    // Reduces a line, and sends the sum to all peers in a two-shot all-reduce. `received` has been polled once. scale():
+    // the factor, asked for when all has arrived.
+    template <typename Scale>
+    __device__ void reduce(LaunchState& state, int line, const Fragment& own, const Scale& scale,
+                           Received& received) const {
         const bool is_received = await(state, line, line < count_, received);
         if (line >= count_) return;
         uint64_t first[kMaxWorld<kWorld>], second[kMaxWorld<kWorld>];
@@ -140,8 +150,9 @@ public:
             second[p] = p == peers_.rank ? own.second : p < peers_.rank ? below.second : above.second;
         }
         const int world = world_of<kWorld>(peers_);
-        const Fragment sum = is_received ? Fragment{reduce_words<T, kReduction>(first, world),
-                                                    reduce_words<T, kReduction>(second, world)}
+        const float factor = scale();
+        const Fragment sum = is_received ? Fragment{reduce_words<T, kReduction>(first, world, factor),
+                                                    reduce_words<T, kReduction>(second, world, factor)}
                                          : nan_fragment();
         const int piece = kAlgorithm == Algorithm::kTwoShot ? peers_.rank : 0;
         if (kAlgorithm == Algorithm::kTwoShot && is_received) {
@@ -235,6 +246,7 @@ __device__ __forceinline__ void run_loop(const LaunchArgs& args, const Peers& pe
     arrival.begin();
     typename Transfer::Outgoing fragments;
     transfer.load(first, fragments);  // needs no sequence number
+    const float scale = transfer.scale();
     LaunchState state(peers, args.fingerprint, args.launch, arrival);
     transfer.select_half(state);
     transfer.send(state, first, fragments);
@@ -255,7 +267,8 @@ __device__ __forceinline__ void run_loop(const LaunchArgs& args, const Peers& pe
                 const int line = first + reduced * step;
                 typename Transfer::Received received;
                 transfer.poll(line, received);
-                transfer.reduce(state, line, kKeepsOwn ? own : transfer.load_own(line), received);
+                transfer.reduce(
+                    state, line, kKeepsOwn ? own : transfer.load_own(line), [&] { return scale; }, received);
             }
         }
         own = sent;
@@ -304,8 +317,10 @@ __device__ __forceinline__ void run_unrolled(const LaunchArgs& args, const Peers
         if constexpr (kAlgorithm == Algorithm::kAllGather) {
             transfer.gather(state, line, received[i % 2]);
         } else {
-            transfer.reduce(state, line, Transfer::kSendsSame ? fragments[i][0] : transfer.load_own(line),
-                            received[i % 2]);
+            // The factor is read for each line: these kernels have no register left to keep it.
+            transfer.reduce(
+                state, line, Transfer::kSendsSame ? fragments[i][0] : transfer.load_own(line),
+                [&] { return transfer.scale(); }, received[i % 2]);
         }
     }
     state.end();

@@ -112,13 +112,36 @@ void all_reduce_inplace(const at::Tensor& x,  // [...]
     note_write(x);
 }
 
+// scale_tensor: [] or [1].
+void check_scale(const char* op, const Group& group, Reduction reduction, double scale,
+                 const MaybeTensor& scale_tensor) {
+    TORCH_CHECK_VALUE(reduction == Reduction::kSum || (scale == 1.0 && !scale_tensor), op,
+                      ": expected a scale with reduction 'sum' only, got one with 'max'");
+    if (!scale_tensor) return;
+    check_one(op, "scale", *scale_tensor, group.device);
+    check_dtype(op, "scale", *scale_tensor, at::kFloat);
+}
+// scale_tensor: [] or [1], maybe a part of the output.
+Operation scaled(Operation operation, double scale, const MaybeTensor& scale_tensor) {
+    operation.scale = scale;
+    if (scale_tensor) {
+        operation.scale_tensor = share_memory(*scale_tensor, operation.out) ? scale_tensor->clone() : *scale_tensor;
+    }
+    return operation;
+}
+
 void all_reduce_out(const at::Tensor& out,  // [...]
                     const at::Tensor& x,    // [...]
-                    std::string name, std::string reduction) {
+                    std::string name, std::string reduction, double scale,
+                    const MaybeTensor& scale_tensor)  // [] or [1]
+{
     const auto group = group_of(kAllReduceOut, x, name);
     const Reduction how = reduction_of(kAllReduceOut, x, reduction);
     check_out(kAllReduceOut, out, x, x.sizes());
-    write_to(out, [&](const at::Tensor& place) { group->transport->run(all_reduce_of(kAllReduceOut, how, x, place)); });
+    check_scale(kAllReduceOut, *group, how, scale, scale_tensor);
+    write_to(out, [&](const at::Tensor& place) {
+        group->transport->run(scaled(all_reduce_of(kAllReduceOut, how, x, place), scale, scale_tensor));
+    });
     note_write(out);
 }
 
@@ -152,10 +175,14 @@ at::Tensor parts_of_ranks(const at::Tensor& tensor, int64_t dim, int64_t world) 
 
 Operation reduce_scatter_of(const char* op, Reduction reduction,
                             const at::Tensor& x,  // [..., world * n, ...]
-                            int64_t dim, int64_t world,
+                            int64_t dim, const Group& group,
                             const at::Tensor& out)  // [..., n, ...] contiguous
 {
-    const at::Tensor input = input_beside(parts_of_ranks(x, dim, world), out, false);
+    const at::Tensor parts = parts_of_ranks(x, dim, group.world);
+    // Kernels read a word of this rank's own part just before they write that of the output (low_latency.cuh).
+    const bool is_own_part = parts.is_contiguous() && parts.numel() > 0 &&
+                             parts.select(0, group.rank).const_data_ptr() == out.const_data_ptr();
+    const at::Tensor input = is_own_part ? parts : input_beside(parts, out, false);
     return {op, Op::kReduceScatter, reduction, input, out, extents_of(x, dim)};
 }
 
@@ -165,19 +192,23 @@ at::Tensor reduce_scatter(const at::Tensor& x,  // [..., world * n, ...] -> [...
     const Reduction how = reduction_of(kReduceScatterOp, x, reduction);
     dim = dim_of(kReduceScatterOp, x, dim);
     const at::Tensor out = at::empty(scattered_shape(kReduceScatterOp, x, dim, world_size), x.options());
-    group->transport->run(reduce_scatter_of(kReduceScatterOp, how, x, dim, world_size, out));
+    group->transport->run(reduce_scatter_of(kReduceScatterOp, how, x, dim, *group, out));
     return out;
 }
 
 void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
                         const at::Tensor& x,    // [..., world * n, ...]
-                        int64_t dim, int64_t world_size, std::string name, std::string reduction) {
+                        int64_t dim, int64_t world_size, std::string name, std::string reduction, double scale,
+                        const MaybeTensor& scale_tensor)  // [] or [1]
+{
     const auto group = group_of(kReduceScatterOut, x, name, world_size);
     const Reduction how = reduction_of(kReduceScatterOut, x, reduction);
     dim = dim_of(kReduceScatterOut, x, dim);
     check_out(kReduceScatterOut, out, x, scattered_shape(kReduceScatterOut, x, dim, world_size));
+    check_scale(kReduceScatterOut, *group, how, scale, scale_tensor);
     write_to(out, [&](const at::Tensor& place) {
-        group->transport->run(reduce_scatter_of(kReduceScatterOut, how, x, dim, world_size, place));
+        group->transport->run(
+            scaled(reduce_scatter_of(kReduceScatterOut, how, x, dim, *group, place), scale, scale_tensor));
     });
     note_write(out);
 }
@@ -267,14 +298,13 @@ TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kAllReduceOp, all_reduce_meta);
     m.impl(kAllReduceInplace, [](const at::Tensor&, std::string, std::string) {});
-    m.impl(kAllReduceOut, [](const at::Tensor& out, const at::Tensor& x, std::string, std::string) {
-        check_out_meta(kAllReduceOut, out, x, x.sym_sizes());
-    });
+    m.impl(kAllReduceOut, [](const at::Tensor& out, const at::Tensor& x, std::string, std::string, double,
+                             const MaybeTensor&) { check_out_meta(kAllReduceOut, out, x, x.sym_sizes()); });
     m.impl(kReduceScatterOp, reduce_scatter_meta);
-    m.impl(kReduceScatterOut,
-           [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
-               check_out_meta(kReduceScatterOut, out, x, scattered_shape_meta(kReduceScatterOut, x, dim, world_size));
-           });
+    m.impl(kReduceScatterOut, [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
+                                 std::string, std::string, double, const MaybeTensor&) {
+        check_out_meta(kReduceScatterOut, out, x, scattered_shape_meta(kReduceScatterOut, x, dim, world_size));
+    });
     m.impl(kAllGatherOp, all_gather_meta);
     m.impl(kAllGatherOut, [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
         check_out_meta(kAllGatherOut, out, x, gathered_shape_meta(kAllGatherOut, x, dim, world_size));

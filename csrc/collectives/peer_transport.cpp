@@ -164,6 +164,8 @@ LaunchArgs PeerTransport::args_of(const Operation& operation, const Selection& s
     args.algorithm = selection.algorithm;
     args.element = element_of(operation.input.scalar_type());
     args.reduction = operation.reduction;
+    args.scale = static_cast<float>(operation.scale);
+    args.scale_tensor = operation.scale_data();
     args.starts_early = starts_early_;
     args.fingerprint = pack(operation.fingerprint());
     args.launch = kLaunchIds[launches_++ % kLaunchIds.size()];

@@ -114,6 +114,9 @@ struct LaunchArgs {
     Element element;
     Reduction reduction;
     bool starts_early;  // launch_state.cuh
+    // Of sums: by what they are multiplied before they are rounded; the product of both.
+    float scale = 1.0f;
+    const float* scale_tensor = nullptr;  // [1], or null
 };
 
 }  // namespace te_graph::collectives

@@ -9,7 +9,6 @@
 
 #include "collectives/abort.h"
 #include "collectives/group.h"
-#include "collectives/protocols.h"
 #include "common/run_on.h"
 
 namespace te_graph::collectives {
@@ -59,11 +58,9 @@ public:
             if (device_.is_cpu()) compare_fingerprints(operation.fingerprint());
             if (operation.input.numel() == 0) return;
             if (operation.op == Op::kAllGather) return gather(bytes_of(operation.input), bytes_of(operation.out));
-            const at::Tensor rows = rows_of(operation);
+            const at::Tensor rows = received(operation);
             const at::Tensor sums = is_two_shot(operation) ? at::empty({rows.size(1)}, rows.options()) : operation.out;
-            const Rows sum{rows.const_data_ptr(),          sums.data_ptr(),    sums.numel(), world_,
-                           element_of(sums.scalar_type()), operation.reduction};
-            TE_GRAPH_RUN(sums.device(), reduce_rows, sum);
+            TE_GRAPH_RUN(sums.device(), reduce_rows, rows_of(operation, world_, rows, sums));
             if (is_two_shot(operation)) gather_pieces(sums, operation.out);
         } catch (const c10::Error& error) {
             abort_with(operation, error.what_without_backtrace());
@@ -112,7 +109,7 @@ private:
 
     // The rows of all ranks that this one sums up -> [world, n]: of an all-reduce whole tensors, or this rank's piece
     // of each, the last one filled up with zeros.
-    at::Tensor rows_of(const Operation& operation) {
+    at::Tensor received(const Operation& operation) {
         const at::Tensor& input = operation.input;
         if (operation.op == Op::kReduceScatter) return exchanged(input);
         const int64_t numel = input.numel(), piece = (numel + world_ - 1) / world_;

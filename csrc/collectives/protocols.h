@@ -157,8 +157,8 @@ cudaError_t launch_lamport(const Peers& peers, const LaunchArgs& args, cudaStrea
 cudaError_t launch_simple(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
 #endif
 
-// For data moved by a process group: out[i] = row_0[i] + row_1[i] + ... (or the largest), with the arithmetic of the
-// kernels, in fp32, in row order, rounded once.
+// For data moved by a process group: out[i] = (row_0[i] + row_1[i] + ...) * scale (or the largest), with the arithmetic
+// of the kernels, in fp32, in row order, rounded once.
 
 struct Rows {
     const void* rows;  // [ranks, columns]
@@ -167,6 +167,8 @@ struct Rows {
     int32_t ranks;
     Element element;  // no bytes
     Reduction reduction;
+    float scale;                // of sums, as LaunchArgs has them
+    const float* scale_tensor;  // [1], or null
 };
 
 void reduce_rows_cpu(const Rows& rows);

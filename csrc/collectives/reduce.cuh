@@ -1,4 +1,4 @@
-// Sums of words of 8 bytes, element by element: in fp32, in the order of the ranks, rounded once.
+// Sums of words of 8 bytes, element by element: in fp32, in the order of the ranks, times a factor, rounded once.
 #pragma once
 
 #include "collectives/peers.h"
@@ -18,9 +18,9 @@ __device__ float combine(float a, float b) {
     return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b);
 }
 
-// words: one of each rank.
+// words: one of each rank; scale: of sums.
 template <typename T, Reduction kReduction, int kMaxWords>
-__device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world) {
+__device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world, float scale) {
     constexpr int kCount = 8 / sizeof(T);
     float sums[kCount];
 #pragma unroll
@@ -35,7 +35,9 @@ __device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world) 
     }
     Packed<T> result;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) result.values[i] = narrow<T>(sums[i]);
+    for (int i = 0; i < kCount; ++i) {
+        result.values[i] = narrow<T>(kReduction == Reduction::kSum ? sums[i] * scale : sums[i]);
+    }
     return __builtin_bit_cast(uint64_t, result);
 }
 

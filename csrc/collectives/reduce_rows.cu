@@ -13,14 +13,16 @@ constexpr int kMaxGrid = 1024;
 
 template <typename T, Reduction kReduction>
 __global__ void __launch_bounds__(kThreads)
-    reduce_rows_kernel(const T* rows /* [ranks, columns] */, T* out /* [columns] */, int64_t columns, int ranks) {
+    reduce_rows_kernel(const T* rows /* [ranks, columns] */, T* out /* [columns] */, int64_t columns, int ranks,
+                       float scale, const float* scale_tensor /* [1] */) {
+    if (scale_tensor != nullptr) scale *= *scale_tensor;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < columns; i += step) {
         float sum = widen(rows[i]);
         for (int row = 1; row < ranks; ++row) {
             sum = combine<kReduction>(sum, widen(rows[row * columns + i]));
         }
-        out[i] = narrow<T>(sum);
+        out[i] = narrow<T>(kReduction == Reduction::kSum ? sum * scale : sum);
     }
 }
 
@@ -29,8 +31,9 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_reduce_rows(const Rows& rows, cudaStream_t stream) {
     const auto blocks = static_cast<int>(std::clamp<int64_t>((rows.columns + kThreads - 1) / kThreads, 1, kMaxGrid));
     return with_reduction(rows.element, rows.reduction, [&]<typename T, Reduction kReduction>() {
-        reduce_rows_kernel<T, kReduction><<<blocks, kThreads, 0, stream>>>(
-            static_cast<const T*>(rows.rows), static_cast<T*>(rows.out), rows.columns, rows.ranks);
+        reduce_rows_kernel<T, kReduction><<<blocks, kThreads, 0, stream>>>(static_cast<const T*>(rows.rows),
+                                                                           static_cast<T*>(rows.out), rows.columns,
+                                                                           rows.ranks, rows.scale, rows.scale_tensor);
         return cudaGetLastError();
     });
 }

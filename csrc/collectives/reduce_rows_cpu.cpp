@@ -16,12 +16,13 @@ template <typename T>
 void reduce(const Rows& work) {
     const auto* const rows = static_cast<const T*>(work.rows);
     auto* const out = static_cast<T*>(work.out);
+    const float scale = work.scale_tensor ? work.scale * *work.scale_tensor : work.scale;
     for (int64_t i = 0; i < work.columns; ++i) {
         float sum = widen(rows[i]);
         for (int row = 1; row < work.ranks; ++row) {
             sum = combine(work.reduction, sum, widen(rows[row * work.columns + i]));
         }
-        out[i] = narrow<T>(sum);
+        out[i] = narrow<T>(work.reduction == Reduction::kSum ? sum * scale : sum);
     }
 }
 

@@ -110,8 +110,12 @@ def _into_x(functional: OpOverload) -> Callable[..., None]:
 
 
 def _into_out(functional: OpOverload) -> Callable[..., None]:
-    def traced(mode: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:  # [...]
+    def traced(mode: Any, out: Tensor, *args: Any, scale: float = 1.0, scale_tensor: Tensor | None = None) -> None:
+        if scale != 1.0 or scale_tensor is not None:  # out: [...]; scale_tensor: [] or [1]
+            raise NotImplementedError(
+                f"{functional.overloadpacket.__name__}_out: scale is not traced by torch.compile: multiply the result"
+            )
         with mode:
-            out.copy_(functional(*args, **kwargs))
+            out.copy_(functional(*args))
 
     return traced

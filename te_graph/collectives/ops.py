@@ -17,6 +17,8 @@ torch.compile keeps all of them, used or not, in the order of the program (te_gr
 write into their arguments are traced as the functional form and a copy.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,15 @@ def name_of(group: PeerGroup, op: str) -> str:
     if not isinstance(group, PeerGroup):
         raise TypeError(f"{op}: expected group to be a te_graph.PeerGroup, got {type(group).__name__}")
     return group.name
+
+
+def _scale(scale: float | Tensor, op: str) -> dict[str, Any]:
+    """``scale``, [] or [1] where it is a tensor, as the ops take it."""
+    if isinstance(scale, Tensor):
+        return {"scale_tensor": scale}
+    if isinstance(scale, (int, float)):
+        return {"scale": scale}
+    raise TypeError(f"{op}: expected scale to be a number or a tensor, got {type(scale).__name__}")
 
 
 def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
@@ -81,13 +92,17 @@ def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
     return x
 
 
-def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
-    """``all_reduce`` into a given tensor.
+def all_reduce_out(
+    out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum", *, scale: float | Tensor = 1.0
+) -> None:
+    """``all_reduce`` into a given tensor, times a factor.
 
     Args:
-        out: [...] of x's shape and dtype, on x's device. Mutated. No gradients.
+        out: [...] of x's shape and dtype, on x's device; may be x. Mutated. No gradients.
         x: [...], as of ``all_reduce``. Not mutated.
         group, reduction: as of ``all_reduce``.
+        scale: a number, or [] or [1] fp32 on x's device, which a replay reads anew. The sum is multiplied by it in
+            fp32, before it is rounded. The same on all ranks; 1 with reduction "max". Not traced by torch.compile.
 
     Raises:
         ValueError, TypeError: an argument is wrong; before anything is launched.
@@ -96,7 +111,7 @@ def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "s
     Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
         host sync.
     """
-    _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction)
+    _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction, **_scale(scale, "all_reduce_out"))
 
 
 def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> Tensor:
@@ -122,23 +137,26 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
     return _REDUCE_SCATTER(x, dim, group.world_size, name, reduction)
 
 
-def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
-    """``reduce_scatter`` into a given tensor.
+def reduce_scatter_out(
+    out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum", *, scale: float | Tensor = 1.0
+) -> None:
+    """``reduce_scatter`` into a given tensor, times a factor.
 
     Args:
-        out: [..., n, ...] of x's dtype, on x's device. Mutated. No gradients.
+        out: [..., n, ...] of x's dtype, on x's device; may be this rank's part of x. Mutated. No gradients.
         x: [..., world_size * n, ...], as of ``reduce_scatter``. Not mutated.
         group, dim, reduction: as of ``reduce_scatter``.
+        scale: as of ``all_reduce_out``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; before anything is launched.
         RuntimeError: the group was aborted, or ranks call different operations.
 
-    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
-        host sync.
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous, and of x
+        where out is a part of it other than this rank's; no host sync.
     """
     name = name_of(group, "reduce_scatter_out")
-    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction)
+    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction, **_scale(scale, "reduce_scatter_out"))
 
 
 def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from te_graph.collectives.ops import all_gather_out, all_reduce_, reduce_scatter
+from te_graph.collectives.ops import all_gather_out, all_reduce_out, reduce_scatter_out
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.flat.flat_buffer import FlatBuffer
 
@@ -101,8 +101,6 @@ class Reduction:
             if self.scale != 1.0:
                 grads.mul_(self.scale)
         elif self.shards:
-            part = grads.chunk(self.group.world_size)[self.group.rank]
-            part.copy_(reduce_scatter(grads, self.group).mul_(self.scale))
+            reduce_scatter_out(self._own_part(grads), grads, self.group, scale=self.scale)
         else:
-            all_reduce_(grads, self.group)
-            grads.mul_(self.scale)
+            all_reduce_out(grads, grads, self.group, scale=self.scale)

@@ -13,6 +13,7 @@ from compiled_programs import COLUMNS, ROWS, Program, Step, function_of, scenari
 from ranks import ranks_of
 from seeds import first_seed
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,13 @@ def test_outputs_of_another_shape_are_refused_as_without_a_compiler(group) -> No
         for call in (write, torch.compile(lambda *args, write=write: write(*args), backend="aot_eager")):
             with pytest.raises((ValueError, RuntimeError), match=r"expected out of shape \[4, 4\], got \[2, 4, 4\]"):
                 call(torch.empty(2, 4, 4), x, group)
+
+
+def test_sums_times_a_factor_are_refused(group) -> None:
+    for scale in (0.5, torch.ones(())):
+        call = torch.compile(lambda x, scale=scale: tg.all_reduce_out(x, x, group, scale=scale), backend="aot_eager")
+        with pytest.raises(BackendCompilerFailed, match="NotImplementedError: all_reduce_out: scale is not traced"):
+            call(torch.ones(4))
 
 
 def test_code_that_was_cached_without_the_rules_does_not_come_back(group, tmp_path, monkeypatch) -> None:

@@ -31,18 +31,21 @@ STEPS, MICROBATCHES = 3, 3
 SHARDS = ["none", "optimizer"]
 
 
-class Collectives(TorchDispatchMode):
-    """Counts those of te_graph."""
+class Operations(TorchDispatchMode):
+    """Notes the names of all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith(("te_graph::all_", "te_graph::reduce_")):
-            self.names.append(name.partition("::")[2])
+        self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+    def collectives(self) -> list[str]:
+        """Those of te_graph."""
+        prefixes = ("te_graph::all_", "te_graph::reduce_")
+        return [name.partition("::")[2] for name in self.names if name.startswith(prefixes)]
 
 
 def batches(rank: Rank) -> list[list[Tensor]]:  # [microbatches][world] of [batch, length]
@@ -93,10 +96,10 @@ def train_step(
     for number, microbatch in enumerate(drawn):
         is_last = number + 1 == len(drawn)
         loss = loss_of(model, microbatch[rank.rank], uses_all)
-        with contextlib.nullcontext() if is_last else flat.no_sync(), Collectives() as collectives:
+        with contextlib.nullcontext() if is_last else flat.no_sync(), Operations() as operations:
             loss.backward()
-        assert is_last or not collectives.names
-    return collectives.names
+        assert is_last or not operations.collectives()
+    return operations.collectives()
 
 
 def scenario_mean(rank: Rank, dtype: torch.dtype, graphed: bool) -> None:
@@ -110,7 +113,7 @@ def scenario_mean(rank: Rank, dtype: torch.dtype, graphed: bool) -> None:
     for step in range(STEPS):
         drawn = batches(rank)
         names = train_step(flat, model, rank, drawn, uses_all=step != 1 or rank.rank == 0)
-        assert names == ["all_reduce_"] * len(flat.buffers[0].layout.buckets)
+        assert names == ["all_reduce_out"] * len(flat.buffers[0].layout.buckets)
         expected = mean_gradients(reference, drawn, lambda other, step=step: step != 1 or other == 0)
         for (name, _), one, other in zip(
             ((n, p) for n, p in reference.named_parameters() if p.requires_grad),
@@ -140,6 +143,34 @@ def scenario_mean(rank: Rank, dtype: torch.dtype, graphed: bool) -> None:
 @pytest.mark.one_of(3)
 def test_gradients_are_the_mean_of_all_ranks(ranks, dtype, graphed):
     ranks.run(scenario_mean, 1, dtype, graphed)
+
+
+def scenario_one_pass(rank: Rank, shard: str) -> None:
+    """A reduction runs nothing but collectives; the reference are the gradients of all ranks."""
+    flat, model, _ = make(rank, shard=shard, gradient_scale=0.5, bucket_bytes=2048)
+    buffer = flat.buffers[0]
+    with flat.no_sync():
+        loss_of(model, batches(rank)[0][rank.rank]).backward()
+    everyone = [torch.empty_like(buffer.grads) for _ in range(rank.world)]
+    dist.all_gather(everyone, buffer.grads)
+    total = everyone[0]
+    for other in everyone[1:]:
+        total = total + other
+    expected = total * torch.tensor(0.5 / rank.world, device=rank.device)
+    with Operations() as operations:
+        flat.reduce_gradients()
+    views = {"aten::slice", "aten::split", "aten::detach"}
+    collective = "all_reduce_out" if shard == "none" else "reduce_scatter_out"
+    ran = [name for name in operations.names if name not in views]
+    assert ran == [f"te_graph::{collective}"] * len(buffer.layout.buckets)
+    for begin, end in flat.own_parts(buffer):
+        assert same_bits(buffer.grads[begin:end], expected[begin:end])
+    flat.close()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_reduction_is_one_collective_for_each_bucket(ranks, shard):
+    ranks.run(scenario_one_pass, 9, shard)
 
 
 def scenario_repeated(rank: Rank, shard: str, gradient_scale: float) -> None:

@@ -165,6 +165,7 @@ struct Case {
     int64_t input_offset = 0;  // in bytes, behind a boundary of 256 bytes
     int64_t out_offset = 0;
     bool is_in_place = false;
+    float scale = 1;  // of sums
     Protocol protocol = Protocol::kLL128;
     int in_pool = 0;          // bit r: rank r's output lies where its peers can write it
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
@@ -182,7 +183,8 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
     out << kAlgorithmNames[static_cast<int>(now.algorithm)]
         << (now.reduction == Reduction::kMax ? " (max) of " : " of ") << now.numel << ' '
         << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset << ", out at "
-        << now.out_offset << (now.is_in_place ? ", in place" : "") << (now.is_special ? ", special values" : "");
+        << now.out_offset << (now.is_in_place ? ", in place" : "") << ", times " << now.scale
+        << (now.is_special ? ", special values" : "");
     if (now.dim > 0) out << ", along dim " << now.dim << " behind " << now.before << ", before " << now.behind;
     out << kProtocolNames[static_cast<int>(now.protocol)];
     return now.protocol == Protocol::kSimple ? out << now.in_pool : out;
@@ -223,6 +225,7 @@ inline Case random_case(int largest, std::mt19937_64& generator) {
     now.input_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
     now.out_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
     now.is_in_place = generator() % 3 == 0;
+    if (now.reduction == Reduction::kSum && generator() % 2 == 0) now.scale = 1.0f / 3;
     return now;
 }
 
@@ -314,6 +317,7 @@ public:
         args.blocks = blocks;
         args.element = case_.element;
         args.reduction = case_.reduction;
+        args.scale = case_.scale;
         args.starts_early = launch % 4 == 1;  // half of them
         const int64_t slot_bytes = Ranks::slot_bytes(world_);
         if (args.count > units_of_slot(case_.protocol, args.algorithm, {slot_bytes, slot_bytes, slot_bytes})) {

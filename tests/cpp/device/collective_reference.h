@@ -10,7 +10,7 @@
 
 namespace te_graph::collectives {
 
-// Reference: one element after the other, in fp32, in the order of the ranks, rounded once.
+// Reference: one element after the other, in fp32, in the order of the ranks, times the factor, rounded once.
 inline float larger(float a, float b) {
     if (a != a || b != b) return std::nanf("");
     if (a == b) return std::signbit(a) ? b : a;
@@ -18,7 +18,7 @@ inline float larger(float a, float b) {
 }
 
 template <typename T>
-T reduce_one(const std::vector<const char*>& addresses, Reduction reduction) {
+T reduce_one(const std::vector<const char*>& addresses, Reduction reduction, float scale) {
     float result = 0;
     for (size_t rank = 0; rank < addresses.size(); ++rank) {
         T element;
@@ -26,13 +26,13 @@ T reduce_one(const std::vector<const char*>& addresses, Reduction reduction) {
         const float value = widen(element);
         result = rank == 0 ? value : reduction == Reduction::kSum ? result + value : larger(result, value);
     }
-    return narrow<T>(result);
+    return narrow<T>(result * scale);
 }
 
 template <typename T>
-void reduce_all(std::vector<const char*> addresses, int64_t bytes, Reduction reduction, char* out) {
+void reduce_all(std::vector<const char*> addresses, int64_t bytes, Reduction reduction, float scale, char* out) {
     for (int64_t i = 0; i < bytes; i += sizeof(T)) {
-        const T element = reduce_one<T>(addresses, reduction);
+        const T element = reduce_one<T>(addresses, reduction, scale);
         std::memcpy(out + i, &element, sizeof(T));
         for (const char*& place : addresses) place += sizeof(T);
     }
@@ -57,7 +57,7 @@ inline std::vector<char> reference(const Memory& memory) {
         const auto reduce = now.element == Element::kFloat32   ? reduce_all<float>
                             : now.element == Element::kFloat16 ? reduce_all<Float16>
                                                                : reduce_all<BFloat16>;
-        reduce(inputs, memory.out_bytes(), now.reduction, out);
+        reduce(inputs, memory.out_bytes(), now.reduction, now.scale, out);
     }
     return after;
 }
