@@ -170,13 +170,13 @@ TORCH_LIBRARY(te_graph, m) {
     // says so to TorchScript, te_graph/collectives/effects.py to torch.compile.
     def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor", Kind::CONSERVATIVE);
     def("all_reduce_(Tensor(a!) x, str group, str reduction=\"sum\") -> ()");
-    // Sums times scale and scale_tensor, [] or [1] fp32.
+    // Sums times scale and scale_tensor, [] or [1] fp32; wire_dtype bf16: of fp32 that is sent as bf16.
     def("all_reduce_out(Tensor(a!) out, Tensor x, str group, str reduction=\"sum\", *, float scale=1.0, "
-        "Tensor? scale_tensor=None) -> ()");
+        "Tensor? scale_tensor=None, ScalarType? wire_dtype=None) -> ()");
     def("reduce_scatter(Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> Tensor",
         Kind::CONSERVATIVE);
     def("reduce_scatter_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group, str reduction=\"sum\", *, "
-        "float scale=1.0, Tensor? scale_tensor=None) -> ()");
+        "float scale=1.0, Tensor? scale_tensor=None, ScalarType? wire_dtype=None) -> ()");
     def("all_gather(Tensor x, int dim, int world_size, str group) -> Tensor", Kind::CONSERVATIVE);
     def("all_gather_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group) -> ()");
 }

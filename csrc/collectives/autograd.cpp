@@ -163,29 +163,29 @@ void all_reduce_inplace_autograd(const at::Tensor& x,  // [...]
 void all_reduce_out_autograd(const at::Tensor& out,  // [...]
                              const at::Tensor& x,    // [...]
                              std::string group, std::string reduction, double scale,
-                             const MaybeTensor& scale_tensor)  // [] or [1]
-{
+                             const MaybeTensor& scale_tensor,  // [] or [1]
+                             std::optional<at::ScalarType> wire_dtype) {
     check_no_gradient("all_reduce_out", {out, x});
     if (scale_tensor) check_no_gradient("all_reduce_out", {*scale_tensor});
-    static const auto op =
-        own_op<void(const at::Tensor&, const at::Tensor&, std::string, std::string, double, const MaybeTensor&)>(
-            "te_graph::all_reduce_out");
+    static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, std::string, std::string, double,
+                                       const MaybeTensor&, std::optional<at::ScalarType>)>("te_graph::all_reduce_out");
     const at::AutoDispatchBelowADInplaceOrView below;
-    op.call(out, x, group, reduction, scale, scale_tensor);
+    op.call(out, x, group, reduction, scale, scale_tensor, wire_dtype);
 }
 
 void reduce_scatter_out_autograd(const at::Tensor& out,  // [..., n, ...]
                                  const at::Tensor& x,    // [..., world * n, ...]
                                  int64_t dim, int64_t world_size, std::string group, std::string reduction,
                                  double scale,
-                                 const MaybeTensor& scale_tensor)  // [] or [1]
-{
+                                 const MaybeTensor& scale_tensor,  // [] or [1]
+                                 std::optional<at::ScalarType> wire_dtype) {
     check_no_gradient("reduce_scatter_out", {out, x});
     if (scale_tensor) check_no_gradient("reduce_scatter_out", {*scale_tensor});
-    static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string,
-                                       double, const MaybeTensor&)>("te_graph::reduce_scatter_out");
+    static const auto op =
+        own_op<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string, double,
+                    const MaybeTensor&, std::optional<at::ScalarType>)>("te_graph::reduce_scatter_out");
     const at::AutoDispatchBelowADInplaceOrView below;
-    op.call(out, x, dim, world_size, group, reduction, scale, scale_tensor);
+    op.call(out, x, dim, world_size, group, reduction, scale, scale_tensor, wire_dtype);
 }
 
 void all_gather_out_autograd(const at::Tensor& out,  // [..., world * n, ...]

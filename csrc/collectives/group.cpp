@@ -22,7 +22,9 @@ std::string describe_kind(const OperationKind& kind, const std::string& of, cons
     text << kNames[static_cast<int>(kind.op) & 3];
     if (kind.op != Op::kAllGather) text << (kind.reduction == Reduction::kSum ? " (sum)" : " (max)");
     text << " of " << of;
-    if (kind.dtype < static_cast<uint8_t>(c10::ScalarType::NumOptions)) {
+    if (kind.dtype == kFloatSentAsBFloat16) {
+        text << "Float sent as BFloat16";
+    } else if (kind.dtype < static_cast<uint8_t>(c10::ScalarType::NumOptions)) {
         text << c10::toString(static_cast<c10::ScalarType>(kind.dtype));
     } else {
         text << "elements of unknown dtype";
@@ -38,8 +40,9 @@ public:
     void run(const Operation& operation) override {
         check(operation.name);
         const at::Tensor &input = operation.input, &out = operation.out;
-        if (operation.op != Op::kAllGather && operation.is_scaled()) {
-            TE_GRAPH_RUN(out.device(), reduce_rows, rows_of(operation, 1, input, out));
+        if (operation.is_scaled() || operation.sends_bf16) {
+            const at::Tensor own = sent_of(operation);
+            TE_GRAPH_RUN(out.device(), reduce_rows, rows_of(operation, 1, own, out));
         } else if (out.const_data_ptr() != input.const_data_ptr()) {
             out.view({-1}).copy_(input.view({-1}));
         }
@@ -101,13 +104,19 @@ std::string describe(const Fingerprint& fingerprint) {
     return describe_kind(fingerprint.kind, std::to_string(extents.numel) + ' ', along.str());
 }
 
+at::Tensor sent_of(const Operation& operation) {
+    return operation.sends_bf16 ? operation.input.to(at::kBFloat16) : operation.input;
+}
+
 Rows rows_of(const Operation& operation, int ranks, const at::Tensor& rows, const at::Tensor& out) {
     return {.rows = rows.const_data_ptr(),
             .out = out.data_ptr(),
             .columns = out.numel(),
             .ranks = ranks,
             .element = element_of(rows.scalar_type()),
+            .out_element = element_of(out.scalar_type()),
             .reduction = operation.reduction,
+            .is_rounded = operation.op == Op::kAllReduce,
             .scale = static_cast<float>(operation.scale),
             .scale_tensor = operation.scale_data()};
 }

@@ -21,6 +21,10 @@ inline Element element_of(at::ScalarType dtype) {
                                     : Element::kBytes;
 }
 
+// In place of a dtype, where ranks compare them.
+constexpr uint8_t kFloatSentAsBFloat16 = 63;
+static_assert(static_cast<int>(c10::ScalarType::NumOptions) < kFloatSentAsBFloat16);
+
 // All tensors are contiguous, of one dtype and on the group's device.
 struct Operation {
     const char* name;  // of the op, for messages
@@ -33,6 +37,8 @@ struct Operation {
     // Of sums: by what they are multiplied before they are rounded; the product of both.
     double scale = 1.0;
     at::Tensor scale_tensor = {};  // [] or [1] fp32, or undefined
+    // fp32 whose sums are taken of what bf16 makes of it; those of an all-reduce are rounded to bf16 again.
+    bool sends_bf16 = false;
     bool in_backward = is_in_backward();
 
     bool is_scaled() const { return scale != 1.0 || scale_tensor.defined(); }
@@ -41,7 +47,8 @@ struct Operation {
     }
 
     Fingerprint fingerprint() const {
-        return {{op, reduction, static_cast<uint8_t>(input.scalar_type()), in_backward}, extents};
+        const uint8_t dtype = sends_bf16 ? kFloatSentAsBFloat16 : static_cast<uint8_t>(input.scalar_type());
+        return {{op, reduction, dtype, in_backward}, extents};
     }
 };
 
@@ -64,6 +71,10 @@ public:
     virtual void set_timeout(double seconds) = 0;
 };
 
+// For transports that bring the operands of all ranks here.
+
+// The input of a reduction [...] -> [...], as it is sent.
+at::Tensor sent_of(const Operation& operation);
 // The sum, or largest, of what all ranks sent, for transports that bring it here.
 Rows rows_of(const Operation& operation, int ranks,
              const at::Tensor& rows,  // [ranks, n] contiguous

@@ -19,6 +19,7 @@ struct ProtoLamport {
     static constexpr int threads(int world) { return world == 2 ? 1024 : 512; }
     static constexpr int kDepth = 1;
     static constexpr int kMaxUnroll = 1;
+    static constexpr bool kNarrows = false;
 
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
     __device__ static char* receive_buffer(const Peers& peers, int rank) { return peers.data_slots(rank); }

@@ -123,6 +123,8 @@ struct ProtoLL128 {
     static constexpr int kDepth = 4;
     // Lines of a thread in kernels without a loop.
     static constexpr int kMaxUnroll = 4;
+    // Whether lines have elements of lower precision than the tensors; then the protocol also has store_sums().
+    static constexpr bool kNarrows = false;
 
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.ll128_slot_bytes; }
     __device__ static char* receive_buffer(const Peers& peers, int rank) { return peers.ll128_slots(rank); }

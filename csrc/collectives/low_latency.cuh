@@ -46,9 +46,9 @@ __device__ __forceinline__ int peer_of_slot(int slot, int rank) { return slot < 
 __device__ inline Fragment nan_fragment() { return {~0ull, ~0ull}; }
 
 // Transfer of the lines of a thread: load, send, poll, reduce, gather. `Proto` is the protocol (ProtoLL128,
-// ProtoLamport): it defines which fragment of a line a thread holds and how a fragment is loaded, sent, polled and
-// stored. `line`: index within a piece, below args.count. In a slot, the sums of the second phase of a two-shot
-// all-reduce follow the operands of the first.
+// ProtoLamport, ProtoLamportBf16): it defines which fragment of a line a thread holds and how a fragment is loaded,
+// sent, polled and stored. `T`: elements of a line. `line`: index within a piece, below args.count. In a slot, the sums
+// of the second phase of a two-shot all-reduce follow the operands of the first.
 template <typename Proto, typename T, Reduction kReduction, Algorithm kAlgorithm, int kWorld>
 class LineTransfer {
 public:
@@ -151,9 +151,18 @@ public:
         }
         const int world = world_of<kWorld>(peers_);
         const float factor = scale();
-        const Fragment sum = is_received ? Fragment{reduce_words<T, kReduction>(first, world, factor),
-                                                    reduce_words<T, kReduction>(second, world, factor)}
-                                         : nan_fragment();
+        if constexpr (Proto::kNarrows && kAlgorithm == Algorithm::kReduceScatter) {
+            // These sums are not sent, so they are not rounded.
+            if (is_received) {
+                return Proto::store_sums(args_.out.begin(0), args_.out.size(0), line,
+                                         {reduce_words<float, T, kReduction>(first, world, factor),
+                                          reduce_words<float, T, kReduction>(second, world, factor)});
+            }
+        }
+        const auto sum_of = [&](const auto& words) {
+            return __builtin_bit_cast(uint64_t, reduce_words<T, T, kReduction>(words, world, factor));
+        };
+        const Fragment sum = is_received ? Fragment{sum_of(first), sum_of(second)} : nan_fragment();
         const int piece = kAlgorithm == Algorithm::kTwoShot ? peers_.rank : 0;
         if (kAlgorithm == Algorithm::kTwoShot && is_received) {
             for_each_peer<kWorld>(peers_,

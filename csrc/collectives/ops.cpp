@@ -121,9 +121,20 @@ void check_scale(const char* op, const Group& group, Reduction reduction, double
     check_one(op, "scale", *scale_tensor, group.device);
     check_dtype(op, "scale", *scale_tensor, at::kFloat);
 }
+// Whether x [...] is sent as bf16.
+bool sends_bf16(const char* op, const at::Tensor& x, Reduction reduction, std::optional<at::ScalarType> wire_dtype) {
+    if (!wire_dtype || *wire_dtype == x.scalar_type()) return false;
+    TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat && *wire_dtype == at::kBFloat16, op,
+                     ": expected as wire_dtype the dtype of x, or torch.bfloat16 for torch.float32, got ",
+                     dtype_name(*wire_dtype), " for ", dtype_name(x.scalar_type()));
+    TORCH_CHECK_VALUE(reduction == Reduction::kSum, op,
+                      ": expected another wire_dtype with reduction 'sum' only, got one with 'max'");
+    return true;
+}
 // scale_tensor: [] or [1], maybe a part of the output.
-Operation scaled(Operation operation, double scale, const MaybeTensor& scale_tensor) {
+Operation with(Operation operation, double scale, const MaybeTensor& scale_tensor, bool sends_bf16) {
     operation.scale = scale;
+    operation.sends_bf16 = sends_bf16;
     if (scale_tensor) {
         operation.scale_tensor = share_memory(*scale_tensor, operation.out) ? scale_tensor->clone() : *scale_tensor;
     }
@@ -133,14 +144,15 @@ Operation scaled(Operation operation, double scale, const MaybeTensor& scale_ten
 void all_reduce_out(const at::Tensor& out,  // [...]
                     const at::Tensor& x,    // [...]
                     std::string name, std::string reduction, double scale,
-                    const MaybeTensor& scale_tensor)  // [] or [1]
-{
+                    const MaybeTensor& scale_tensor,  // [] or [1]
+                    std::optional<at::ScalarType> wire_dtype) {
     const auto group = group_of(kAllReduceOut, x, name);
     const Reduction how = reduction_of(kAllReduceOut, x, reduction);
     check_out(kAllReduceOut, out, x, x.sizes());
     check_scale(kAllReduceOut, *group, how, scale, scale_tensor);
+    const bool narrows = sends_bf16(kAllReduceOut, x, how, wire_dtype);
     write_to(out, [&](const at::Tensor& place) {
-        group->transport->run(scaled(all_reduce_of(kAllReduceOut, how, x, place), scale, scale_tensor));
+        group->transport->run(with(all_reduce_of(kAllReduceOut, how, x, place), scale, scale_tensor, narrows));
     });
     note_write(out);
 }
@@ -199,16 +211,17 @@ at::Tensor reduce_scatter(const at::Tensor& x,  // [..., world * n, ...] -> [...
 void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
                         const at::Tensor& x,    // [..., world * n, ...]
                         int64_t dim, int64_t world_size, std::string name, std::string reduction, double scale,
-                        const MaybeTensor& scale_tensor)  // [] or [1]
-{
+                        const MaybeTensor& scale_tensor,  // [] or [1]
+                        std::optional<at::ScalarType> wire_dtype) {
     const auto group = group_of(kReduceScatterOut, x, name, world_size);
     const Reduction how = reduction_of(kReduceScatterOut, x, reduction);
     dim = dim_of(kReduceScatterOut, x, dim);
     check_out(kReduceScatterOut, out, x, scattered_shape(kReduceScatterOut, x, dim, world_size));
     check_scale(kReduceScatterOut, *group, how, scale, scale_tensor);
+    const bool narrows = sends_bf16(kReduceScatterOut, x, how, wire_dtype);
     write_to(out, [&](const at::Tensor& place) {
         group->transport->run(
-            scaled(reduce_scatter_of(kReduceScatterOut, how, x, dim, *group, place), scale, scale_tensor));
+            with(reduce_scatter_of(kReduceScatterOut, how, x, dim, *group, place), scale, scale_tensor, narrows));
     });
     note_write(out);
 }
@@ -298,11 +311,12 @@ TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kAllReduceOp, all_reduce_meta);
     m.impl(kAllReduceInplace, [](const at::Tensor&, std::string, std::string) {});
-    m.impl(kAllReduceOut, [](const at::Tensor& out, const at::Tensor& x, std::string, std::string, double,
-                             const MaybeTensor&) { check_out_meta(kAllReduceOut, out, x, x.sym_sizes()); });
+    m.impl(kAllReduceOut,
+           [](const at::Tensor& out, const at::Tensor& x, std::string, std::string, double, const MaybeTensor&,
+              std::optional<at::ScalarType>) { check_out_meta(kAllReduceOut, out, x, x.sym_sizes()); });
     m.impl(kReduceScatterOp, reduce_scatter_meta);
     m.impl(kReduceScatterOut, [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
-                                 std::string, std::string, double, const MaybeTensor&) {
+                                 std::string, std::string, double, const MaybeTensor&, std::optional<at::ScalarType>) {
         check_out_meta(kReduceScatterOut, out, x, scattered_shape_meta(kReduceScatterOut, x, dim, world_size));
     });
     m.impl(kAllGatherOp, all_gather_meta);

@@ -197,16 +197,22 @@ void PeerTransport::run(const Operation& operation) {
     const c10::cuda::CUDAGuard guard(memory_.buffer.device());
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
     const int64_t bytes = bytes_of(operation), world = peers_.world;
-    const Selection selection = select_for(operation.op, bytes, peers_.world, slots_, options_.tuning);
+    const Selection selection = operation.sends_bf16
+                                    ? select_bf16_for(operation.op, slots_)
+                                    : select_for(operation.op, bytes, peers_.world, slots_, options_.tuning);
+    TORCH_CHECK_VALUE(!operation.sends_bf16 || selection.count > 0, operation.name,
+                      ": expected a group of more buffer_bytes for wire_dtype torch.bfloat16, got a receive buffer of ",
+                      memory_.receive_buffer_bytes, " bytes");
     const int64_t most = selection.count * unit_bytes(selection.protocol) * pieces_of(selection.algorithm, world);
     const int64_t whole = operation.op == Op::kAllReduce ? bytes : bytes / world;
     peers_.extents = operation.extents;
     order_.run(stream, [&] {
         for (int64_t begin = 0; begin < whole; begin += most) {
             const LaunchArgs args = args_of(operation, selection, begin, std::min(most, whole - begin));
-            C10_CUDA_CHECK(selection.protocol == Protocol::kSimple    ? launch_simple(peers_, args, stream)
-                           : selection.protocol == Protocol::kLamport ? launch_lamport(peers_, args, stream)
-                                                                      : launch_ll128(peers_, args, stream));
+            C10_CUDA_CHECK(selection.protocol == Protocol::kSimple        ? launch_simple(peers_, args, stream)
+                           : selection.protocol == Protocol::kLamport     ? launch_lamport(peers_, args, stream)
+                           : selection.protocol == Protocol::kLamportBf16 ? launch_lamport_bf16(peers_, args, stream)
+                                                                          : launch_ll128(peers_, args, stream));
         }
     });
 }

@@ -110,7 +110,7 @@ private:
     // The rows of all ranks that this one sums up -> [world, n]: of an all-reduce whole tensors, or this rank's piece
     // of each, the last one filled up with zeros.
     at::Tensor received(const Operation& operation) {
-        const at::Tensor& input = operation.input;
+        const at::Tensor input = sent_of(operation);
         if (operation.op == Op::kReduceScatter) return exchanged(input);
         const int64_t numel = input.numel(), piece = (numel + world_ - 1) / world_;
         if (!is_two_shot(operation)) {
@@ -130,7 +130,9 @@ private:
     // The sums of all ranks' pieces. sums: [n]; out: [...].
     void gather_pieces(const at::Tensor& sums, const at::Tensor& out) {
         const int64_t numel = out.numel();
-        if (numel == sums.numel() * world_) return gather(bytes_of(sums), bytes_of(out));
+        if (numel == sums.numel() * world_ && sums.scalar_type() == out.scalar_type()) {
+            return gather(bytes_of(sums), bytes_of(out));
+        }
         const at::Tensor all = at::empty({sums.numel() * world_}, sums.options());
         gather(bytes_of(sums), bytes_of(all));
         out.view({-1}).copy_(all.narrow(0, 0, numel));

@@ -48,6 +48,9 @@ constexpr int kSentinelByte = 0xFF;
 // Also a NaN of each format, and the largest word below the sentinel, so that a minimum replaces the sentinel by it.
 constexpr uint32_t kNanWord = kSentinelWord - 1;
 
+// Lines of the Lamport protocol may have bf16 of fp32 tensors, 256 bytes of them each: all of an operation's, of any
+// size. All-reduces are two-shot then.
+
 // The simple protocol of large all-gathers, as in NCCL: chunks of 16 KB of plain data, each followed by a fence and one
 // flag. A rank announces in a handshake where its output is; outputs in its memory pool are written by the peers
 // directly, others are copied from the receive buffer.
@@ -106,15 +109,17 @@ constexpr SlotBytes divide_receive_buffer(int64_t receive_buffer_bytes, int64_t 
     return {ll128, slot - ll128 - flags, flags};
 }
 
-enum class Protocol : uint8_t { kLL128, kLamport, kSimple };
+enum class Protocol : uint8_t { kLL128, kLamport, kSimple, kLamportBf16 };
 // Algorithm and protocol of an operation, and how much of it a launch can do.
 struct Selection {
     Algorithm algorithm;
     Protocol protocol;
     int64_t count;  // lines or chunks of each piece per launch
 };
+// Of a tensor, in a line or chunk.
 constexpr int64_t unit_bytes(Protocol protocol) {
-    return protocol == Protocol::kLL128 ? kLineData : protocol == Protocol::kLamport ? kLineBytes : kChunkBytes;
+    constexpr int64_t kBytes[] = {kLineData, kLineBytes, kChunkBytes, 2 * kLineBytes};
+    return kBytes[static_cast<int>(protocol)];
 }
 constexpr int64_t units_in(Protocol protocol, int64_t bytes) {
     return (bytes + unit_bytes(protocol) - 1) / unit_bytes(protocol);
@@ -127,6 +132,9 @@ constexpr int64_t units_of_slot(Protocol protocol, Algorithm algorithm, const Sl
                                                               slot_bytes_for(algorithm, 1);
     return units < kMaxUnits ? units : kMaxUnits;
 }
+// Whether LL128 slots have a line of each block, which is its handshake in the Lamport protocols.
+constexpr bool has_handshakes(const SlotBytes& slots) { return slots.ll128 >= kMaxBlocks * kLineBytes; }
+
 // bytes: of the larger of input and output.
 constexpr Selection select_for(Op op, int64_t bytes, int world, const SlotBytes& slots, const Tuning& tuning) {
     const Algorithm algorithm = op == Op::kAllGather            ? Algorithm::kAllGather
@@ -137,12 +145,17 @@ constexpr Selection select_for(Op op, int64_t bytes, int world, const SlotBytes&
     Protocol protocol = Protocol::kLL128;
     if (op == Op::kAllGather) {
         if (sent > tuning.gather_ll128_bytes) protocol = Protocol::kSimple;
-    } else if (sent > tuning.ll128_bytes && slots.ll128 >= kMaxBlocks * kLineBytes) {
-        // Each block sends an LL128 line as its handshake.
+    } else if (sent > tuning.ll128_bytes && has_handshakes(slots)) {
         protocol = Protocol::kLamport;
     }
     if (units_of_slot(protocol, algorithm, slots) == 0) protocol = Protocol::kLL128;
     return {algorithm, protocol, units_of_slot(protocol, algorithm, slots)};
+}
+// Of a reduction that sends fp32 as bf16. No units: the receive buffer is too small.
+constexpr Selection select_bf16_for(Op op, const SlotBytes& slots) {
+    const Algorithm algorithm = op == Op::kReduceScatter ? Algorithm::kReduceScatter : Algorithm::kTwoShot;
+    constexpr Protocol kProtocol = Protocol::kLamportBf16;
+    return {algorithm, kProtocol, has_handshakes(slots) ? units_of_slot(kProtocol, algorithm, slots) : 0};
 }
 
 #ifdef TE_GRAPH_CUDA
@@ -152,21 +165,25 @@ bool can_start_early();
 
 // All algorithms but kAllGather. An LL128 slot has to have room for a line of each block.
 cudaError_t launch_lamport(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
+// Of fp32 tensors that are sent as bf16: algorithms kTwoShot and kReduceScatter.
+cudaError_t launch_lamport_bf16(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
 
 // Algorithm kAllGather.
 cudaError_t launch_simple(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
 #endif
 
 // For data moved by a process group: out[i] = (row_0[i] + row_1[i] + ...) * scale (or the largest), with the arithmetic
-// of the kernels, in fp32, in row order, rounded once.
+// of the kernels, in fp32, in row order, rounded once, to the elements of out.
 
 struct Rows {
     const void* rows;  // [ranks, columns]
     void* out;         // [columns]
     int64_t columns;
     int32_t ranks;
-    Element element;  // no bytes
+    Element element;      // of rows; no bytes
+    Element out_element;  // the same, or fp32 for sums of bf16
     Reduction reduction;
+    bool is_rounded;            // sums are rounded to elements of rows before
     float scale;                // of sums, as LaunchArgs has them
     const float* scale_tensor;  // [1], or null
 };

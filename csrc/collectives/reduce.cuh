@@ -6,9 +6,9 @@
 
 namespace te_graph::collectives {
 
-template <typename T>
+template <typename T, int kCount = 8 / sizeof(T)>
 struct alignas(8) Packed {
-    T values[8 / sizeof(T)];
+    T values[kCount];
 };
 
 template <Reduction kReduction>
@@ -18,10 +18,9 @@ __device__ float combine(float a, float b) {
     return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b);
 }
 
-// words: one of each rank; scale: of sums.
-template <typename T, Reduction kReduction, int kMaxWords>
-__device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world, float scale) {
-    constexpr int kCount = 8 / sizeof(T);
+// words: one of each rank; scale: of sums; Out: what they are rounded to.
+template <typename Out, typename T, Reduction kReduction, int kMaxWords, int kCount = 8 / sizeof(T)>
+__device__ Packed<Out, kCount> reduce_words(const uint64_t (&words)[kMaxWords], int world, float scale) {
     float sums[kCount];
 #pragma unroll
     for (int p = 0; p < kMaxWords; ++p) {
@@ -33,12 +32,12 @@ __device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world, 
             sums[i] = p == 0 ? value : combine<kReduction>(sums[i], value);
         }
     }
-    Packed<T> result;
+    Packed<Out, kCount> result;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        result.values[i] = narrow<T>(kReduction == Reduction::kSum ? sums[i] * scale : sums[i]);
+        result.values[i] = narrow<Out>(kReduction == Reduction::kSum ? sums[i] * scale : sums[i]);
     }
-    return __builtin_bit_cast(uint64_t, result);
+    return result;
 }
 
 // Calls function.operator()<T, kReduction>().

@@ -12,26 +12,28 @@ float combine(Reduction reduction, float a, float b) {
     return a > b ? a : b;
 }
 
-template <typename T>
+template <typename T, typename Out>
 void reduce(const Rows& work) {
     const auto* const rows = static_cast<const T*>(work.rows);
-    auto* const out = static_cast<T*>(work.out);
+    auto* const out = static_cast<Out*>(work.out);
     const float scale = work.scale_tensor ? work.scale * *work.scale_tensor : work.scale;
     for (int64_t i = 0; i < work.columns; ++i) {
         float sum = widen(rows[i]);
         for (int row = 1; row < work.ranks; ++row) {
             sum = combine(work.reduction, sum, widen(rows[row * work.columns + i]));
         }
-        out[i] = narrow<T>(work.reduction == Reduction::kSum ? sum * scale : sum);
+        if (work.reduction == Reduction::kSum) sum *= scale;
+        out[i] = narrow<Out>(work.is_rounded ? widen(narrow<T>(sum)) : sum);
     }
 }
 
 }  // namespace
 
 void reduce_rows_cpu(const Rows& rows) {
-    if (rows.element == Element::kFloat16) return reduce<Float16>(rows);
-    if (rows.element == Element::kBFloat16) return reduce<BFloat16>(rows);
-    reduce<float>(rows);
+    if (rows.element == Element::kFloat16) return reduce<Float16, Float16>(rows);
+    if (rows.element == Element::kFloat32) return reduce<float, float>(rows);
+    if (rows.out_element == Element::kFloat32) return reduce<BFloat16, float>(rows);
+    reduce<BFloat16, BFloat16>(rows);
 }
 
 }  // namespace te_graph::collectives

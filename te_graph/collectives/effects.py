@@ -110,10 +110,18 @@ def _into_x(functional: OpOverload) -> Callable[..., None]:
 
 
 def _into_out(functional: OpOverload) -> Callable[..., None]:
-    def traced(mode: Any, out: Tensor, *args: Any, scale: float = 1.0, scale_tensor: Tensor | None = None) -> None:
-        if scale != 1.0 or scale_tensor is not None:  # out: [...]; scale_tensor: [] or [1]
+    def traced(
+        mode: Any,
+        out: Tensor,  # [...]
+        *args: Any,
+        scale: float = 1.0,
+        scale_tensor: Tensor | None = None,  # [] or [1]
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        if scale != 1.0 or scale_tensor is not None or wire_dtype is not None:
             raise NotImplementedError(
-                f"{functional.overloadpacket.__name__}_out: scale is not traced by torch.compile: multiply the result"
+                f"{functional.overloadpacket.__name__}_out: scale and wire_dtype are not traced by torch.compile: call "
+                "it outside of what is compiled"
             )
         with mode:
             out.copy_(functional(*args))

@@ -41,12 +41,12 @@ def name_of(group: PeerGroup, op: str) -> str:
     return group.name
 
 
-def _scale(scale: float | Tensor, op: str) -> dict[str, Any]:
-    """``scale``, [] or [1] where it is a tensor, as the ops take it."""
+def _options(scale: float | Tensor, wire_dtype: torch.dtype | None, op: str) -> dict[str, Any]:
+    """``scale``, [] or [1] where it is a tensor, and ``wire_dtype`` as the ops take them."""
     if isinstance(scale, Tensor):
-        return {"scale_tensor": scale}
+        return {"scale_tensor": scale, "wire_dtype": wire_dtype}
     if isinstance(scale, (int, float)):
-        return {"scale": scale}
+        return {"scale": scale, "wire_dtype": wire_dtype}
     raise TypeError(f"{op}: expected scale to be a number or a tensor, got {type(scale).__name__}")
 
 
@@ -93,7 +93,13 @@ def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
 
 
 def all_reduce_out(
-    out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum", *, scale: float | Tensor = 1.0
+    out: Tensor,
+    x: Tensor,
+    group: PeerGroup,
+    reduction: str = "sum",
+    *,
+    scale: float | Tensor = 1.0,
+    wire_dtype: torch.dtype | None = None,
 ) -> None:
     """``all_reduce`` into a given tensor, times a factor.
 
@@ -103,6 +109,9 @@ def all_reduce_out(
         group, reduction: as of ``all_reduce``.
         scale: a number, or [] or [1] fp32 on x's device, which a replay reads anew. The sum is multiplied by it in
             fp32, before it is rounded. The same on all ranks; 1 with reduction "max". Not traced by torch.compile.
+        wire_dtype: torch.bfloat16 for an x of fp32: each rank's x is rounded to it where it is loaded, and sent so; the
+            sum is taken in fp32, and rounded to it after ``scale``. None: x's own. The same on all ranks; not for
+            reduction "max", not traced by torch.compile.
 
     Raises:
         ValueError, TypeError: an argument is wrong; before anything is launched.
@@ -111,7 +120,9 @@ def all_reduce_out(
     Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
         host sync.
     """
-    _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction, **_scale(scale, "all_reduce_out"))
+    _ALL_REDUCE_OUT(
+        out, x, name_of(group, "all_reduce_out"), reduction, **_options(scale, wire_dtype, "all_reduce_out")
+    )
 
 
 def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> Tensor:
@@ -138,7 +149,14 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
 
 
 def reduce_scatter_out(
-    out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum", *, scale: float | Tensor = 1.0
+    out: Tensor,
+    x: Tensor,
+    group: PeerGroup,
+    dim: int = 0,
+    reduction: str = "sum",
+    *,
+    scale: float | Tensor = 1.0,
+    wire_dtype: torch.dtype | None = None,
 ) -> None:
     """``reduce_scatter`` into a given tensor, times a factor.
 
@@ -147,6 +165,7 @@ def reduce_scatter_out(
         x: [..., world_size * n, ...], as of ``reduce_scatter``. Not mutated.
         group, dim, reduction: as of ``reduce_scatter``.
         scale: as of ``all_reduce_out``.
+        wire_dtype: as of ``all_reduce_out``, but the sum, which is not sent, stays fp32.
 
     Raises:
         ValueError, TypeError: an argument is wrong; before anything is launched.
@@ -156,7 +175,8 @@ def reduce_scatter_out(
         where out is a part of it other than this rank's; no host sync.
     """
     name = name_of(group, "reduce_scatter_out")
-    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction, **_scale(scale, "reduce_scatter_out"))
+    options = _options(scale, wire_dtype, "reduce_scatter_out")
+    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction, **options)
 
 
 def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:

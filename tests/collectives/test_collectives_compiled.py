@@ -177,10 +177,12 @@ def test_outputs_of_another_shape_are_refused_as_without_a_compiler(group) -> No
                 call(torch.empty(2, 4, 4), x, group)
 
 
-def test_sums_times_a_factor_are_refused(group) -> None:
-    for scale in (0.5, torch.ones(())):
-        call = torch.compile(lambda x, scale=scale: tg.all_reduce_out(x, x, group, scale=scale), backend="aot_eager")
-        with pytest.raises(BackendCompilerFailed, match="NotImplementedError: all_reduce_out: scale is not traced"):
+def test_sums_times_a_factor_and_of_another_dtype_are_refused(group) -> None:
+    for options in ({"scale": 0.5}, {"scale": torch.ones(())}, {"wire_dtype": torch.bfloat16}):
+        call = torch.compile(lambda x, options=options: tg.all_reduce_out(x, x, group, **options), backend="aot_eager")
+        with pytest.raises(
+            BackendCompilerFailed, match="NotImplementedError: all_reduce_out: scale and wire_dtype are not traced"
+        ):
             call(torch.ones(4))
 
 

@@ -36,6 +36,11 @@ def scatter_out(shape: tuple[int, ...], dim: int, words: str) -> Step:
     return call, "reduce_scatter (sum) of " + words
 
 
+def all_reduced_out(group: tg.PeerGroup, device: str, wire_dtype: torch.dtype | None) -> None:
+    x = torch.ones(48, device=device)
+    tg.all_reduce_out(x, x, group, wire_dtype=wire_dtype)
+
+
 def gather(shape: tuple[int, ...], dim: int, words: str) -> Step:
     return lambda g, d: tg.all_gather(torch.ones(shape, device=d), g, dim), "all_gather of " + words
 
@@ -65,6 +70,10 @@ MISMATCHES: dict[str, tuple[Step, Step]] = {
     "dtype": (
         (lambda g, d: tg.all_reduce(torch.ones(48, device=d).half(), g), "all_reduce (sum) of 48 Half"),
         (lambda g, d: tg.all_reduce(torch.ones(48, device=d).bfloat16(), g), "all_reduce (sum) of 48 BFloat16"),
+    ),
+    "dtype that is sent": (
+        (lambda g, d: all_reduced_out(g, d, torch.bfloat16), "all_reduce (sum) of 48 Float sent as BFloat16"),
+        (lambda g, d: all_reduced_out(g, d, None), "all_reduce (sum) of 48 Float"),
     ),
     "reduction": (
         (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g, "max"), "all_reduce (max) of 48 Float"),

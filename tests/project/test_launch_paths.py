@@ -35,9 +35,9 @@ UPDATE = ("csrc/fp8/scale_ops.cpp:run_update", "csrc/fp8/scale.cu:launch_amax_an
 PATHS = [
     *(collective("all_reduce", protocol) for protocol in ("ll128", "lamport")),
     *(collective("all_reduce_", protocol, "all_reduce_inplace") for protocol in ("ll128", "lamport")),
-    *(collective("all_reduce_out", protocol) for protocol in ("ll128", "lamport")),
+    *(collective("all_reduce_out", protocol) for protocol in ("ll128", "lamport", "lamport_bf16")),
     *(collective("reduce_scatter", protocol) for protocol in ("ll128", "lamport")),
-    *(collective("reduce_scatter_out", protocol) for protocol in ("ll128", "lamport")),
+    *(collective("reduce_scatter_out", protocol) for protocol in ("ll128", "lamport", "lamport_bf16")),
     *(collective("all_gather", protocol) for protocol in ("ll128", "simple")),
     *(collective("all_gather_out", protocol) for protocol in ("ll128", "simple")),
     ("te_graph/collectives/ops.py:all_reduce", "csrc/collectives/ops.cpp:all_reduce", *REDUCE_ROWS),

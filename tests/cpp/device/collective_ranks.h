@@ -179,7 +179,7 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
     constexpr const char* kAlgorithmNames[] = {"one-shot all-reduce", "two-shot all-reduce", "reduce-scatter",
                                                "all-gather"};
     constexpr const char* kElementNames[] = {"fp32", "fp16", "bf16", "bytes"};
-    constexpr const char* kProtocolNames[] = {", LL128", ", Lamport", ", simple, in pools "};
+    constexpr const char* kProtocolNames[] = {", LL128", ", Lamport", ", simple, in pools ", ", Lamport in bf16"};
     out << kAlgorithmNames[static_cast<int>(now.algorithm)]
         << (now.reduction == Reduction::kMax ? " (max) of " : " of ") << now.numel << ' '
         << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset << ", out at "
@@ -202,6 +202,9 @@ inline std::vector<Case> cases_of(Algorithm algorithm, int64_t numel) {
                  {.algorithm = algorithm, .element = Element::kBFloat16, .numel = numel}};
     }
     const size_t count = cases.size();
+    if (algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kReduceScatter) {
+        cases.push_back({.algorithm = algorithm, .numel = numel, .protocol = Protocol::kLamportBf16});
+    }
     for (size_t i = 0; i < count; ++i) {
         if (algorithm != Algorithm::kAllGather) {
             cases.push_back(cases[i]);
@@ -230,7 +233,7 @@ inline Case random_case(int largest, std::mt19937_64& generator) {
 }
 
 inline auto launcher_of(Protocol protocol) {
-    constexpr decltype(&launch_ll128) kLaunchers[] = {launch_ll128, launch_lamport, launch_simple};
+    constexpr decltype(&launch_ll128) kLaunchers[] = {launch_ll128, launch_lamport, launch_simple, launch_lamport_bf16};
     return kLaunchers[static_cast<int>(protocol)];
 }
 

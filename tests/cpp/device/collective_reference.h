@@ -10,7 +10,8 @@
 
 namespace te_graph::collectives {
 
-// Reference: one element after the other, in fp32, in the order of the ranks, times the factor, rounded once.
+// Reference: one element after the other, in fp32, in the order of the ranks, times the factor, rounded once. What is sent
+// in bf16 is rounded to it before.
 inline float larger(float a, float b) {
     if (a != a || b != b) return std::nanf("");
     if (a == b) return std::signbit(a) ? b : a;
@@ -18,21 +19,24 @@ inline float larger(float a, float b) {
 }
 
 template <typename T>
-T reduce_one(const std::vector<const char*>& addresses, Reduction reduction, float scale) {
+T reduce_one(const std::vector<const char*>& addresses, const Case& now) {
+    const bool is_narrow = now.protocol == Protocol::kLamportBf16;
+    const auto as_sent = [&](float value) { return is_narrow ? widen(narrow<BFloat16>(value)) : value; };
     float result = 0;
     for (size_t rank = 0; rank < addresses.size(); ++rank) {
         T element;
         std::memcpy(&element, addresses[rank], sizeof(T));
-        const float value = widen(element);
-        result = rank == 0 ? value : reduction == Reduction::kSum ? result + value : larger(result, value);
+        const float value = as_sent(widen(element));
+        result = rank == 0 ? value : now.reduction == Reduction::kSum ? result + value : larger(result, value);
     }
-    return narrow<T>(result * scale);
+    result *= now.scale;
+    return narrow<T>(now.algorithm == Algorithm::kTwoShot ? as_sent(result) : result);
 }
 
 template <typename T>
-void reduce_all(std::vector<const char*> addresses, int64_t bytes, Reduction reduction, float scale, char* out) {
+void reduce_all(std::vector<const char*> addresses, int64_t bytes, const Case& now, char* out) {
     for (int64_t i = 0; i < bytes; i += sizeof(T)) {
-        const T element = reduce_one<T>(addresses, reduction, scale);
+        const T element = reduce_one<T>(addresses, now);
         std::memcpy(out + i, &element, sizeof(T));
         for (const char*& place : addresses) place += sizeof(T);
     }
@@ -57,7 +61,7 @@ inline std::vector<char> reference(const Memory& memory) {
         const auto reduce = now.element == Element::kFloat32   ? reduce_all<float>
                             : now.element == Element::kFloat16 ? reduce_all<Float16>
                                                                : reduce_all<BFloat16>;
-        reduce(inputs, memory.out_bytes(), now.reduction, now.scale, out);
+        reduce(inputs, memory.out_bytes(), now, out);
     }
     return after;
 }

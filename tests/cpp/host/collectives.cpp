@@ -218,8 +218,10 @@ TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
 }
 
 TEST(Units, AreThoseOfTheProtocols) {
-    for (const auto& [protocol, bytes] :
-         {std::pair{Protocol::kLL128, 120}, {Protocol::kLamport, 128}, {Protocol::kSimple, 16384}}) {
+    for (const auto& [protocol, bytes] : {std::pair{Protocol::kLL128, 120},
+                                          {Protocol::kLamport, 128},
+                                          {Protocol::kSimple, 16384},
+                                          {Protocol::kLamportBf16, 256}}) {
         EXPECT_EQ(units_in(protocol, 0), 0);
         EXPECT_EQ(units_in(protocol, 1), 1);
         EXPECT_EQ(units_in(protocol, bytes), 1);
@@ -304,6 +306,12 @@ TEST(Selection, FitsIntoSlots) {
             ASSERT_LE(slot_bytes_for(selection.algorithm, selection.count), is_lamport ? slots.data : slots.ll128);
             ASSERT_TRUE(!is_lamport || slots.ll128 >= kMaxBlocks * kLineBytes);
         }
+        if (op == Op::kAllGather) continue;
+        const Selection narrow = select_bf16_for(op, slots);
+        ASSERT_EQ(narrow.protocol, Protocol::kLamportBf16);
+        ASSERT_EQ(narrow.algorithm, op == Op::kAllReduce ? Algorithm::kTwoShot : Algorithm::kReduceScatter);
+        ASSERT_LE(slot_bytes_for(narrow.algorithm, narrow.count), slots.data);
+        ASSERT_EQ(narrow.count > 0, slots.ll128 >= kMaxBlocks * kLineBytes);
     }
 }
 
