@@ -117,6 +117,16 @@ def check_shard(shard: str) -> None:
         raise ValueError(f"FlatParameters: expected shard to be one of {SHARDS}, got {shard!r}")
 
 
+def check_reduce_dtype(reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> None:
+    """Raise ValueError unless gradients of ``grad_dtype`` can be sent as ``reduce_dtype``; None: as they are."""
+    if reduce_dtype in (None, grad_dtype) or (grad_dtype, reduce_dtype) == (torch.float32, torch.bfloat16):
+        return
+    raise ValueError(
+        "FlatParameters: expected reduce_dtype to be grad_dtype, or torch.bfloat16 for torch.float32, got "
+        f"{reduce_dtype} for {grad_dtype}"
+    )
+
+
 def check_tp_group(
     named: Sequence[tuple[str, Tensor]], tp_group: ProcessGroup | None, reduced_over: Sequence[ProcessGroup]
 ) -> None:

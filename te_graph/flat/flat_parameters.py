@@ -19,7 +19,14 @@ from te_graph.common.gradient_state import gradient_state
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
-from te_graph.flat.checks import check_parameters, check_shard, check_tp_group, described, named_parameters
+from te_graph.flat.checks import (
+    check_parameters,
+    check_reduce_dtype,
+    check_shard,
+    check_tp_group,
+    described,
+    named_parameters,
+)
 from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
@@ -75,6 +82,9 @@ class FlatParameters(DeferredSync, GradientParts):
             reduced over the last dimension by the peer group, whose ranks divide buckets, and these parts over the
             first one by its process group. What is sharded is so over the last dimension, and the same in all replicas.
         grad_dtype: of gradients. Those of parameters of this dtype are ``.grad``, of others ``main_grad``.
+        reduce_dtype: torch.bfloat16 for gradients of float32: ranks send them rounded to it, half the bytes, and sum in
+            float32; where all ranks have all gradients the means are rounded to it, too. ``grad_dtype`` if None. What
+            is accumulated, what is sent over the first dimension of a mesh, and on one rank all, is not rounded.
         bucket_bytes: of gradients, from which on a bucket is full; a bucket is reduced by one collective.
         shard: "none", all ranks have all gradients; "optimizer", each rank has those of its parts of the buckets alone,
             for ``optimizer``.
@@ -88,8 +98,8 @@ class FlatParameters(DeferredSync, GradientParts):
             what is ``shared`` with another pipeline stage, which counts there. Marks are read here, not later.
 
     Attributes:
-        process_group, peer_group, grad_dtype, shard, gradient_scale, overlap: as given, or made; of a mesh the group of
-            its last dimension.
+        process_group, peer_group, grad_dtype, reduce_dtype, shard, gradient_scale, overlap: as given, or made; of a
+            mesh the group of its last dimension.
         replica_group: the process group of the first dimension of a mesh of two, or None.
         tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
@@ -116,6 +126,7 @@ class FlatParameters(DeferredSync, GradientParts):
         peer_group: PeerGroup | None = None,
         mesh: DeviceMesh | None = None,
         grad_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         shard: str = "none",
         gradient_scale: float = 1.0,
@@ -131,6 +142,7 @@ class FlatParameters(DeferredSync, GradientParts):
             named = named_parameters(module_or_params)
             check_shard(shard)
             check_parameters(named, grad_dtype)
+            check_reduce_dtype(reduce_dtype, grad_dtype)
             if is_captured(named[0][1].device):
                 raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
             if mesh is not None and mesh.device_type != named[0][1].device.type:
@@ -141,12 +153,14 @@ class FlatParameters(DeferredSync, GradientParts):
             self.tp_group = tensor_parallel_group(tp_group)
             check_tp_group(named, self.tp_group, groups.reduced_over)
             self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
+            self.reduce_dtype = grad_dtype if reduce_dtype is None else reduce_dtype
             self.overlap = bool(overlap)
             return named
 
         named = steps.run("checking arguments", check)
         settings = (
-            f"grad_dtype {grad_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, gradient_scale {gradient_scale}"
+            f"grad_dtype {grad_dtype}, reduce_dtype {self.reduce_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, "
+            f"gradient_scale {gradient_scale}"
         )
         steps.expect_alike("model", [settings, *described(named)])
         try:
@@ -156,7 +170,9 @@ class FlatParameters(DeferredSync, GradientParts):
             self._close_group()  # on all ranks, for all raise
             raise
         refuse_foreign_optimizers()
-        self._reduction = Reduction(self.peer_group, self.replica_group, shard != "none", self.gradient_scale)
+        self._reduction = Reduction(
+            self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
+        )
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
         self._carried = CarriedGradients(self.buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,16 +28,22 @@ class Reduction:
         is_sharded: each rank keeps its part of a bucket alone.
         shards: ``_sum_`` leaves it that part alone, which is what replicas exchange, too.
         scale: by which gradients are multiplied, the mean over ranks included.
+        wire_dtype: that gradients are rounded to where ranks of ``group`` send them; None: their own.
     """
 
     def __init__(
-        self, group: PeerGroup | None, replicas: ProcessGroup | None, shards: bool, gradient_scale: float
+        self,
+        group: PeerGroup | None,
+        replicas: ProcessGroup | None,
+        shards: bool,
+        gradient_scale: float,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.group = group if group is not None and group.world_size > 1 else None
         self.replicas = replicas if replicas is not None and replicas.size() > 1 else None
         self.is_sharded = shards and self.group is not None
         self.shards = self.group is not None and (shards or self.replicas is not None)
-        self.gradient_scale = gradient_scale
+        self.gradient_scale, self.wire_dtype = gradient_scale, wire_dtype
         ranks = 1 if self.group is None else self.group.world_size
         self.scale = gradient_scale / (ranks if self.replicas is None else ranks * self.replicas.size())
 
@@ -101,6 +108,7 @@ class Reduction:
             if self.scale != 1.0:
                 grads.mul_(self.scale)
         elif self.shards:
-            reduce_scatter_out(self._own_part(grads), grads, self.group, scale=self.scale)
+            part = self._own_part(grads)
+            reduce_scatter_out(part, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)
         else:
-            all_reduce_out(grads, grads, self.group, scale=self.scale)
+            all_reduce_out(grads, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)

@@ -83,6 +83,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         ValueError,
         "expected grad_dtype to hold the gradient of weight, torch.float64, got torch.float32",
     ),
+    "reduce_dtype": (
+        lambda: nn.Linear(2, 2),
+        {"reduce_dtype": torch.float16},
+        ValueError,
+        "expected reduce_dtype to be grad_dtype, or torch.bfloat16 for torch.float32, got torch.float16 for "
+        "torch.float32",
+    ),
     "grad_dtype of the parameter": (
         with_grad_dtype,
         {},

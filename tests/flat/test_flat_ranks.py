@@ -145,18 +145,21 @@ def test_gradients_are_the_mean_of_all_ranks(ranks, dtype, graphed):
     ranks.run(scenario_mean, 1, dtype, graphed)
 
 
-def scenario_one_pass(rank: Rank, shard: str) -> None:
-    """A reduction runs nothing but collectives; the reference are the gradients of all ranks."""
-    flat, model, _ = make(rank, shard=shard, gradient_scale=0.5, bucket_bytes=2048)
+def scenario_one_pass(rank: Rank, shard: str, reduce_dtype: torch.dtype | None) -> None:
+    """A reduction runs nothing but collectives; the reference are the gradients of all ranks, rounded where sent."""
+    flat, model, _ = make(rank, shard=shard, reduce_dtype=reduce_dtype, gradient_scale=0.5, bucket_bytes=2048)
     buffer = flat.buffers[0]
     with flat.no_sync():
         loss_of(model, batches(rank)[0][rank.rank]).backward()
     everyone = [torch.empty_like(buffer.grads) for _ in range(rank.world)]
     dist.all_gather(everyone, buffer.grads)
-    total = everyone[0]
-    for other in everyone[1:]:
+    sent = [one if reduce_dtype is None else one.to(reduce_dtype).float() for one in everyone]
+    total = sent[0]
+    for other in sent[1:]:
         total = total + other
     expected = total * torch.tensor(0.5 / rank.world, device=rank.device)
+    if shard == "none" and reduce_dtype is not None:
+        expected = expected.to(reduce_dtype).float()
     with Operations() as operations:
         flat.reduce_gradients()
     views = {"aten::slice", "aten::split", "aten::detach"}
@@ -168,9 +171,10 @@ def scenario_one_pass(rank: Rank, shard: str) -> None:
     flat.close()
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_reduction_is_one_collective_for_each_bucket(ranks, shard):
-    ranks.run(scenario_one_pass, 9, shard)
+def test_a_reduction_is_one_collective_for_each_bucket(ranks, shard, reduce_dtype):
+    ranks.run(scenario_one_pass, 9, shard, reduce_dtype)
 
 
 def scenario_repeated(rank: Rank, shard: str, gradient_scale: float) -> None:

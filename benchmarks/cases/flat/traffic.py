@@ -38,7 +38,9 @@ class Traffic(TorchDispatchMode):
         name = func._schema.name
         if found := COLLECTIVE.match(name):
             sides = [_bytes_of(one) for one in (*args, result)]
-            self.wire += (2 if found[1].replace("_", "") == "allreduce" else 1) * self._share * max(sides)
+            sent_as = (kwargs or {}).get("wire_dtype")
+            part = 1.0 if sent_as is None else sent_as.itemsize / args[0].element_size()
+            self.wire += (2 if found[1].replace("_", "") == "allreduce" else 1) * self._share * max(sides) * part
         elif CONCAT.match(name) or any(map(self._is_gradient, tree_leaves(args))):
             self.device += _moved(func._schema, args, result)
         return result
