@@ -67,18 +67,16 @@ def te_graph(shard: str, mode: str, overlap: bool) -> Callable[[Rank, Model, Ten
             tg.make_graphed_callables(tuple(model.layers), samples, chain=True)
         optimizer = flat.optimizer(torch.optim.AdamW, lr=adamw(list(model.parameters())).defaults["lr"], fused=True)
         buffer = flat.buffers[-1]
-        buckets, reduction = len(buffer.layout.buckets), Reduction(group, shard != "none", 1.0)
+        buckets, reduction = len(buffer.layout.buckets), Reduction(group, None, shard != "none", 1.0)
 
         def held() -> dict[str, list[Tensor]]:
             masters = [one for segments in optimizer.segments for one in segments if one.is_copied]
-            largest = max(bucket.end - bucket.begin for bucket in buffer.layout.buckets)
             states = [value for state in optimizer.inner.state.values() for value in state.values()]
             return {
                 "parameters": [one.data for one in flat.buffers],
                 "gradients": [one.grads for one in flat.buffers],
                 "masters": [one.master for one in masters],
                 "states": states,
-                "reduced part of a bucket": [buffer.grads[: largest // rank.world]] if shard != "none" else [],
             }
 
         def check() -> None:
