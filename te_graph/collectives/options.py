@@ -35,7 +35,9 @@ def check_timeout(seconds: float) -> None:
         raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {seconds!r}")
 
 
-def check_options(buffer_bytes: int, on_timeout: str, watchdog: float, tune: bool | None, name: str | None) -> None:
+def check_options(
+    buffer_bytes: int, on_timeout: str, watchdog: float, tune: bool | None, max_sms: int | None, name: str | None
+) -> None:
     if not isinstance(buffer_bytes, int) or buffer_bytes < MIN_BUFFER_BYTES:
         raise ValueError(
             f"PeerGroup: expected buffer_bytes of at least {MIN_BUFFER_BYTES} as an int, got {buffer_bytes!r}"
@@ -46,5 +48,7 @@ def check_options(buffer_bytes: int, on_timeout: str, watchdog: float, tune: boo
         raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog!r}")
     if not (tune is None or isinstance(tune, bool)):
         raise ValueError(f"PeerGroup: expected tune to be a bool or None, got {tune!r}")
+    if not (max_sms is None or (type(max_sms) is int and max_sms >= 1)):
+        raise ValueError(f"PeerGroup: expected max_sms to be a positive int or None, got {max_sms!r}")
     if not (name is None or (isinstance(name, str) and name)):
         raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")

@@ -5,6 +5,7 @@ import functools
 import logging
 import socket
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.collectives.options import check_options, check_timeout, device_of
 from te_graph.collectives.rendezvous import Rendezvous, expect_none
-from te_graph.collectives.tuning import Tuning, is_known, tune
+from te_graph.collectives.tuning import Tuning, apply, blocks_within, is_known, tune
 from te_graph.common.environment import switch
 
 logger = logging.getLogger("te_graph")
@@ -59,6 +60,8 @@ class PeerGroup:
         device: where tensors are; the current GPU if the process group serves GPUs, else the CPU.
         tune: measure at set-up which algorithm is best for which size, in half a second; None: unless thresholds for
             all ranks' GPUs are shipped (H100, H200).
+        max_sms: multiprocessors that an operation between peers takes at most, rounded down to a power of two, for one
+            that runs beside others; all that help it if None. Changes no bit.
         name: by which ops find the group; the process group's name if None, with a number for its second group.
         slab_bytes: deprecated name of buffer_bytes.
 
@@ -83,6 +86,7 @@ class PeerGroup:
         watchdog: float = 30.0,
         device: torch.device | str | int | None = None,
         tune: bool | None = None,
+        max_sms: int | None = None,
         name: str | None = None,
         slab_bytes: int | None = None,
     ) -> None:
@@ -99,12 +103,13 @@ class PeerGroup:
         self._rendezvous = Rendezvous(process_group, process_group.group_name, RENDEZVOUS_TIMEOUT)
         try:
             check_timeout(timeout)
-            check_options(buffer_bytes, on_timeout, watchdog, tune, name)
+            check_options(buffer_bytes, on_timeout, watchdog, tune, max_sms, name)
             self.device = device_of(process_group, device)
         except Exception as error:
             self._rendezvous.fail(error)
             raise
         self.timeout, self.on_timeout, self.watchdog = float(timeout), on_timeout, float(watchdog)
+        self.max_sms = max_sms
         number = self._rendezvous.number
         self.name = name or process_group.group_name + (f".{number}" if number > 1 else "")
         self.buffer_bytes = buffer_bytes
@@ -306,6 +311,7 @@ class PeerGroup:
         facts = {
             "buffer_bytes": self.buffer_bytes,
             "on_timeout": self.on_timeout,
+            "max_sms": self.max_sms,
             "device": self.device.type,
             "name": self.name,
             "host": f"{socket.gethostname()} {_boot_id()}",
@@ -325,7 +331,7 @@ class PeerGroup:
         )
 
     def _open_on_peers(self) -> Any:
-        return _C.GroupHandle.on_peers(
+        handle = _C.GroupHandle.on_peers(
             self.name,
             self._buffer,
             self._receive_buffer_bytes,
@@ -334,6 +340,9 @@ class PeerGroup:
             self.on_timeout == "trap",
             self.watchdog,
         )
+        shipped = Tuning(*handle.tuning())
+        apply(handle, replace(shipped, blocks=blocks_within(self.max_sms)))
+        return handle
 
     def _map_peers(self, gpus: list[str]) -> str | None:
         """Allocate the buffer and map those of the peers. Returns why that is not possible, the same on all ranks."""
@@ -387,6 +396,7 @@ _FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("on_timeout", "device", "name", "host"), (str,)),
     **dict.fromkeys(("wants_peers", "needs_tuning"), (bool,)),
     "buffer_bytes": (int,),
+    "max_sms": (int, type(None)),
     "gpu": (str, type(None)),
 }
 
@@ -407,7 +417,7 @@ def _parse_reason(value: Any) -> str | None:
 
 
 def _check_alike(facts: list[dict[str, Any]]) -> None:
-    for what in ("buffer_bytes", "on_timeout", "device", "name"):
+    for what in ("buffer_bytes", "on_timeout", "max_sms", "device", "name"):
         for rank, fact in enumerate(facts):
             if fact[what] != facts[0][what]:
                 raise RuntimeError(

@@ -82,16 +82,21 @@ def tune(group: "PeerGroup") -> Tuning:
         return replace(found, **{name: threshold(SIZES, below, above)})
 
     # One-shot: a rank sends its whole tensor to each peer.
-    found = best("ll128_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
+    found = best("ll128_bytes", _all_reduce, Tuning(ALL, 0, 0, blocks_within(group.max_sms)))
     found = best("gather_ll128_bytes", _all_gather, found)
     found = best("one_shot_bytes", _all_reduce, found)
-    apply(group, found)
+    apply(group._handle, found)
     return found
 
 
-def apply(group: "PeerGroup", tuning: Tuning) -> None:
-    """Set the thresholds of this rank; those of all ranks must be the same."""
-    group._handle.set_tuning(**asdict(tuning))
+def blocks_within(max_sms: int | None) -> int:
+    """The most blocks, a power of two, that take no more multiprocessors, for each may need one of its own."""
+    return BLOCKS if max_sms is None else min(BLOCKS, 1 << (max_sms.bit_length() - 1))
+
+
+def apply(handle: Any, tuning: Tuning) -> None:
+    """Set the thresholds of this rank's handle of a group; those of all ranks must be the same."""
+    handle.set_tuning(**asdict(tuning))
 
 
 def _all_reduce(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
@@ -105,7 +110,7 @@ def _all_gather(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
 
 def _slowest(group: "PeerGroup", tuning: Tuning, operation: Operation) -> list[float]:
     """Milliseconds of the call that ``operation(group, x)`` returns at each size of x, those of the slowest rank."""
-    apply(group, tuning)
+    apply(group._handle, tuning)
     times = group._rendezvous.step(
         "measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES], _parse_times
     )

@@ -132,6 +132,7 @@ def scenario_unlike_options(rank: Rank) -> None:
     unlike: list[tuple[dict[str, Any], str]] = [
         ({"buffer_bytes": (4 if is_last(rank) else 2) << 20}, "buffer_bytes"),
         ({"on_timeout": "trap" if is_last(rank) else "raise"}, "on_timeout"),
+        ({"max_sms": 8 if is_last(rank) else None}, "max_sms"),
         ({"name": "one" if is_last(rank) else "other"}, "name"),
     ]
     for options, what in unlike:
@@ -292,6 +293,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
     ({"watchdog": float("nan")}, "watchdog in seconds, 0 for none, got nan"),
+    ({"max_sms": 0}, "PeerGroup: expected max_sms to be a positive int or None, got 0"),
+    ({"max_sms": True}, "PeerGroup: expected max_sms to be a positive int or None, got True"),
     ({"buffer_bytes": 2.5e6}, "PeerGroup: expected buffer_bytes .*, got 2500000"),
     ({"buffer_bytes": "64M"}, "PeerGroup: expected buffer_bytes .*, got '?64M"),
     ({"timeout": "long"}, "PeerGroup: expected timeout .*, got '?long"),

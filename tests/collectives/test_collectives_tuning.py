@@ -46,8 +46,8 @@ def test_the_threshold_loses_least(rng):
 class ModelGroup:
     """What it is set to, and what a call takes by that on one rank. Another rank is faster, and finds the opposite."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, max_sms: int | None = None) -> None:
+        self.world_size, self.max_sms = world_size, max_sms
         self._handle = self._rendezvous = self
 
     def set_tuning(self, **thresholds: int) -> None:
@@ -72,6 +72,29 @@ def test_thresholds_are_those_of_what_was_measured(monkeypatch, world_size):
     group = ModelGroup(world_size)
     monkeypatch.setattr(tuning, "_measure", ModelGroup.milliseconds)
     assert tuning.tune(group) == group.now == Tuning(1 << 21, 1 << 18, 1 << 20, 128)
+
+
+@pytest.mark.parametrize(("max_sms", "blocks"), [(1, 1), (16, 16), (17, 16), (127, 64), (128, 128), (10**9, 128)])
+def test_measured_groups_take_no_more_multiprocessors_than_they_may(monkeypatch, max_sms, blocks):
+    group = ModelGroup(2, max_sms)
+    monkeypatch.setattr(tuning, "_measure", ModelGroup.milliseconds)
+    assert tuning.tune(group).blocks == group.now.blocks == blocks
+
+
+def scenario_few_blocks(rank: Rank) -> None:
+    all_ranks = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()
+    for max_sms, blocks in ((1, 1), (5, 4)):
+        with open_group(rank, max_sms=max_sms) as group:
+            if group.uses_peers:
+                assert group._handle.tuning()[-1] == blocks
+            for numel in (1000, 1 << 20, 3 << 20):
+                mine = all_ranks[rank.rank, :numel]
+                assert same_bits(tg.all_reduce(mine, group), reference_reduce(all_ranks[:, :numel]))
+                assert same_bits(tg.all_gather(mine, group), all_ranks[:, :numel].reshape(-1))
+
+
+def test_groups_of_few_multiprocessors_have_the_same_bits(ranks, seed):
+    ranks.run(scenario_few_blocks, seed)
 
 
 def scenario_tune(rank: Rank) -> None:
