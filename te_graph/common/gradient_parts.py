@@ -18,7 +18,7 @@ class OwnGradients(NamedTuple):
 
     Attributes:
         tensors: [n] each, all of it; what is missing as zeros.
-        counted: [n] each, of these, what no other rank of ``groups`` counts in a norm.
+        counted: [n] each, of these, what no other rank of ``groups`` counts in a norm, perhaps with zeros between.
         groups: the groups of which other ranks have the rest.
     """
 

@@ -184,6 +184,10 @@ class FlatParameters(DeferredSync, GradientParts):
             bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
         )
         is_first = self.tp_group is None or self.tp_group.rank() == 0
+        self._filled = [
+            [run for begin, end in self.own_parts(one) for run in one.layout.filled(begin, end)] or [(0, 0)]
+            for one in self.buffers
+        ]
         self._counted = [counted_ranges(one, self.own_parts(one), is_first) for one in self.buffers]
         first = 0
         for buffer in self.buffers:
@@ -253,14 +257,16 @@ class FlatParameters(DeferredSync, GradientParts):
             for buffer in self.buffers:
                 buffer.settle_()
                 stack.enter_context(buffer.gathered(None, adopts=False))
-            yield OwnGradients(
-                [buffer.grads[begin:end] for buffer in self.buffers for begin, end in self.own_parts(buffer)],
+            filled, counted = (
                 [
                     buffer.grads[begin:end]
-                    for buffer, ranges in zip(self.buffers, self._counted, strict=True)
+                    for buffer, ranges in zip(self.buffers, each, strict=True)
                     for begin, end in ranges
-                ],
-                [group for group in (self.sharding_group, self.tp_group) if group is not None],
+                ]
+                for each in (self._filled, self._counted)
+            )
+            yield OwnGradients(
+                filled, counted, [group for group in (self.sharding_group, self.tp_group) if group is not None]
             )
 
     @property

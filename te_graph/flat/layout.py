@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 256  # by which cuBLASLt chooses its kernels; vector loads need 16
@@ -38,10 +38,12 @@ class Layout:
     Attributes:
         offsets: first element of each parameter.
         buckets: one behind the other, of all of the buffer.
+        runs: begins and ends of what parameters fill without a gap, ascending; padding is between these.
     """
 
     offsets: tuple[int, ...]
     buckets: tuple[Bucket, ...]
+    runs: tuple[tuple[int, int], ...]
 
     @property
     def numel(self) -> int:
@@ -67,7 +69,20 @@ class Layout:
                 end = begin + _round_up(end - begin, CHUNK * ranks)
                 buckets.append(Bucket(begin, end, range(first, number + 1)))
                 begin, first = end, number + 1
-        return cls(tuple(offsets), tuple(buckets))
+        return cls(tuple(offsets), tuple(buckets), tuple(_runs(offsets, numels)))
+
+    def filled(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Begins and ends of what parameters fill between two elements."""
+        clipped = ((max(begin, first), min(end, last)) for first, last in self.runs)
+        yield from ((first, last) for first, last in clipped if first < last)
+
+
+def _runs(offsets: Sequence[int], numels: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for offset, numel in zip(offsets, numels, strict=True):
+        begin = runs.pop()[0] if runs and runs[-1][1] == offset else offset
+        runs.append((begin, offset + numel))
+    return runs
 
 
 def _round_up(number: int, multiple: int) -> int:

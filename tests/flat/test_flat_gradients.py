@@ -168,6 +168,22 @@ def test_random_trainings(graphed):
         flat.close()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_leaves_padding_zero(pair, bad):
+    """It makes all gradients NaN, or 0, and is gone with these."""
+    flat, model, eager = pair
+    tokens = torch.randint(7, (2, 3))
+    for factor in (1.0, bad, 1.0):
+        norms = []
+        for one in (model, eager):
+            (one(tokens).square().sum() * factor).backward()
+            norms.append(tg.clip_grad_norm_(flat if one is model else one.parameters(), 0.1))
+        torch.testing.assert_close(*norms, equal_nan=True)
+        assert_in_buffers(flat, model)
+        model.zero_grad()
+        eager.zero_grad()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("place", ["in place", "elsewhere"])
 def test_what_is_reduced_is_not_reduced_again(place, dtype):

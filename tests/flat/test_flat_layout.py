@@ -38,6 +38,12 @@ def test_random_layouts(itemsize):
                     last = offset + numels[number]
                 assert last <= bucket.end
             assert end == layout.numel
+            cut = draw.randint(0, end)
+            runs = [*layout.filled(0, cut), *layout.filled(cut, end)]
+            assert runs == sorted(runs) and sum(last - begin for begin, last in runs) == sum(numels)
+            for offset, numel in zip(layout.offsets, numels, strict=True):
+                inside = (min(last, offset + numel) - max(begin, offset) for begin, last in runs)
+                assert sum(one for one in inside if one > 0) == numel
             assert [number for bucket in layout.buckets for number in bucket.members] == list(range(len(numels)))
         # Chunks hold the same elements for any number of ranks, so norms have the same bits.
         for layout in by_ranks.values():

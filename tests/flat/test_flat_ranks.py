@@ -191,7 +191,7 @@ def scenario_repeated(rank: Rank, shard: str, gradient_scale: float) -> None:
                 offset = (parameter.data_ptr() - flat.buffers[0].data.data_ptr()) // 4
                 own[offset : offset + value.numel()].as_strided(parameter.shape, parameter.stride()).copy_(value)
             bounds = flat.own_parts(flat.buffers[0])
-            for part, (begin, end) in zip(gradients.tensors, bounds, strict=True):
+            for part, (begin, end) in zip(gradients.counted, bounds, strict=True):
                 torch.testing.assert_close(part, own[begin:end] * gradient_scale, rtol=1e-5, atol=1e-6)
         flat.zero_grad()
     flat.close()
