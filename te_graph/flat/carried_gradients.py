@@ -63,14 +63,11 @@ class CarriedGradients(OwnObject):
             elif dropped:
                 torch._foreach_zero_(dropped)
 
-    def expect_none(self) -> None:
-        """Raise RuntimeError if there are some: a captured reduction cannot know of them."""
+    def expect_none(self, message: str) -> None:
+        """Raise RuntimeError with ``message`` if there are some."""
         self.forget_dropped()
         if self._aside:
-            raise RuntimeError(
-                "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function "
-                "that is captured: call zero_grad() after each, or reduce outside of it"
-            )
+            raise RuntimeError(message)
 
     def of(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor | None:
         """Those of ``bucket`` of ``buffer``, [end - begin], zeros between; None: there are none."""

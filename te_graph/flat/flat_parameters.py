@@ -200,20 +200,34 @@ class FlatParameters(DeferredSync, GradientParts):
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no
-        last backward is known beforehand, as in pipeline schedules.
+        last backward is known beforehand, as in pipeline schedules. Nothing has: gradients stay as they are.
 
         Raises:
             RuntimeError: a parameter has moved, or was frozen. In a function that ``graphed`` captures or replays:
-                gradients were added to what has been reduced, sharded or with a ``gradient_scale``.
+                gradients that have been reduced are there, sharded or with a ``gradient_scale``.
 
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
         with self._lock:
             self.check_places()
-            if is_captured(self.buffers[0].data.device):
-                self._carried.expect_none()
-                before_replay(self._carried.expect_none)
+            self._put_reduced_aside()
+            if not is_captured(self.buffers[0].data.device):
+                self._reduce(0)
+                return
+            self._expect_none_reduced()
+            before_replay(weak_method(self, "_expect_none_reduced"))
             self._reduce(0)
+            self._take_reduced()  # nothing has been before the replay
+
+    def expect_reduced(self, op: str) -> None:
+        """Raise RuntimeError in ``op``, which reads gradients, if more have come beside those that have been reduced;
+        where it is captured, before each replay."""
+        self._carried.expect_none(
+            f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
+            "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
+        )
+        check = weak_method(self, "expect_reduced")
+        before_replay(lambda: check(op))
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
@@ -254,6 +268,7 @@ class FlatParameters(DeferredSync, GradientParts):
         """
         with self._lock, torch.no_grad(), contextlib.ExitStack() as stack:
             self.check_places()
+            self.expect_reduced("clip_grad_norm_")
             for buffer in self.buffers:
                 buffer.settle_()
                 stack.enter_context(buffer.gathered(None, adopts=False))
@@ -350,10 +365,25 @@ class FlatParameters(DeferredSync, GradientParts):
                 )
             self.check_places()
             self._carried.forget_dropped()
-            is_reduced = any([buffer.all_gradients.take_reduced() for buffer in self.buffers])
-            if is_reduced and self._reduction.changes_what_is_alike:
-                self._carried.put_aside()
+            self._put_reduced_aside()
             return self._syncs and self.overlap and self._reduction.is_distributed
+
+    def _put_reduced_aside(self) -> None:
+        """Called before more is added to what has been reduced, or it would be reduced again."""
+        if self._take_reduced() and self._reduction.changes_what_is_alike:
+            self._carried.put_aside()
+
+    def _take_reduced(self) -> bool:
+        """Whether there has been a reduction since this was asked last."""
+        return any([buffer.all_gradients.take_reduced() for buffer in self.buffers])
+
+    def _expect_none_reduced(self) -> None:
+        """Called before a captured reduction is replayed, which cannot know what has been reduced."""
+        self._put_reduced_aside()
+        self._carried.expect_none(
+            "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function that "
+            "is captured: call zero_grad() after each, or reduce outside of it"
+        )
 
     @torch.no_grad()
     def _reduce_ready(self, number: int) -> None:

@@ -22,11 +22,13 @@ def refuse_foreign_optimizers() -> None:
 def _check(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     if isinstance(optimizer, FlatOptimizer):
         return
+    flats = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             flat = flat_of(parameter)
             if flat is None:
                 continue
+            flats.add(flat)
             gradient = gradient_state(parameter).flat_gradient
             is_passed_over = parameter.grad is None and not gradient.is_missing()
             if is_passed_over or (flat.sharding_group is not None and not gradient.is_missing()):
@@ -35,3 +37,5 @@ def _check(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
                     f"{type(optimizer).__name__}.step: gradients of flat parameters {where}, which it does not know: "
                     f"make it with FlatParameters.optimizer({type(optimizer).__name__}, ...)"
                 )
+    for flat in flats:
+        flat.expect_reduced(f"{type(optimizer).__name__}.step")

@@ -95,7 +95,8 @@ class FlatOptimizer(Optimizer):
             What ``closure`` returns.
 
         Raises:
-            RuntimeError: a parameter has moved, or was frozen.
+            RuntimeError: a parameter has moved, or was frozen; or gradients have come since the last reduction, sharded
+                or with a ``gradient_scale``.
 
         Stream and capture: what the optimizer's own step does (capture with ``fused=True`` or ``capturable=True``), a
             copy where parameters are not of float32, and the collectives. Allocates gradients of float32 where they are
@@ -106,6 +107,7 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.flat.check_places()
+        self.flat.expect_reduced("FlatOptimizer.step")
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):

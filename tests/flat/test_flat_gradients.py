@@ -209,6 +209,7 @@ def test_what_is_reduced_is_not_reduced_again(place, dtype):
         ([reduce, reduce], 1.0),
         ([add, reduce, reduce], 2.5),
         ([add, flat.reduce_gradients], 3.0),
+        ([flat.reduce_gradients, flat.reduce_gradients], 3.0),
         ([add, flat.zero_grad, reduce], 0.5),
         ([add, flat.zero_grad, flat.reduce_gradients, add, reduce], 1.0),
         ([add, model.weight.detach, flat.zero_grad, add, reduce, reduce], 1.5),
@@ -223,6 +224,56 @@ def test_what_is_reduced_is_not_reduced_again(place, dtype):
         expected = 1.0
         check()
     flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
+def test_what_is_not_reduced_is_not_stepped(dtype):
+    """Nor clipped, captured or not: beside what has been reduced gradients show what has come since."""
+    model = nn.Linear(5, 3, bias=False, dtype=dtype)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    own = flat.optimizer(torch.optim.SGD, lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphed = tg.graphed(lambda: tg.clip_grad_norm_(flat, 10.0))
+    acts = {
+        "clip_grad_norm_": lambda: tg.clip_grad_norm_(flat, 10.0),
+        "clip_grad_norm_ ": graphed,
+        "FlatOptimizer.step": own.step,
+    }
+    if dtype == torch.float32:
+        acts["SGD.step"] = other.step
+
+    def backward() -> None:
+        model(torch.ones(1, 5, dtype=dtype)).sum().backward()
+
+    for _ in range(4):
+        backward()
+        graphed()
+        flat.zero_grad()
+    assert graphed.info()["forward_replays"] > 0
+    for is_failing in (False, True):
+        backward()
+        before = model.weight.detach().clone()
+        if is_failing:
+            x = torch.ones(1, 5, dtype=dtype).requires_grad_()
+            x.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                model(x.clone()).sum().backward()
+        else:
+            with flat.no_sync():
+                backward()
+        for op, act in acts.items():
+            with pytest.raises(RuntimeError, match=f"{op.strip()}: expected gradients .* that have been reduced, but"):
+                act()
+        assert same_bits(model.weight.detach(), before)
+        flat.reduce_gradients()
+        for act in acts.values():
+            act()
+        flat.zero_grad()
+    flat.close()
+
+
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def test_captured_reductions_expect_what_is_not_reduced():
@@ -240,7 +291,12 @@ def test_captured_reductions_expect_what_is_not_reduced():
     assert reduce.info()["forward_replays"] >= 2
     with flat.no_sync():
         model(torch.ones(1, 5)).sum().backward()
+    reduce()
+    with pytest.raises(RuntimeError, match=message):
         reduce()
+    flat.reduce_gradients()
+    assert model.weight.grad.eq(0.5).all()
+    with flat.no_sync():
         model(torch.ones(1, 5)).sum().backward()
     with pytest.raises(RuntimeError, match=message):
         reduce()
