@@ -107,6 +107,7 @@ class FlatBuffer:
             state = gradient_state(parameter)
             state.flat_gradient = state.grad_memory = None
 
+    @torch.no_grad()
     def settle_(self, bucket: int | None = None) -> None:
         """Add to each ``main_grad``, of one bucket or of all, what autograd has left in ``.grad``."""
         if not self.has_main_grads:
@@ -132,10 +133,10 @@ class FlatBuffer:
         Args:
             adopts: what was missing is there afterwards.
         """
-        self.settle_(bucket)
         gradients = self.all_gradients if bucket is None else self.bucket_gradients[bucket]
         first = 0 if bucket is None else self.layout.buckets[bucket].members.start
         gradients.note_read()
+        self.settle_(bucket)
         missing, elsewhere = gradients.missing(), gradients.elsewhere()
         for number in missing:
             gradient = self.gradients[first + number]

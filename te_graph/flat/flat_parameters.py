@@ -270,7 +270,6 @@ class FlatParameters(DeferredSync, GradientParts):
             self.check_places()
             self.expect_reduced("clip_grad_norm_")
             for buffer in self.buffers:
-                buffer.settle_()
                 stack.enter_context(buffer.gathered(None, adopts=False))
             filled, counted = (
                 [

@@ -113,7 +113,6 @@ class FlatOptimizer(Optimizer):
         for name in ("found_inf", "grad_scale"):
             if hasattr(self, name):
                 setattr(self.inner, name, getattr(self, name))
-        self._gradients.note_read()
         self.end_trial()
         is_eager = not is_captured(self.flat.buffers[0].data.device)
         if is_eager:
@@ -121,6 +120,9 @@ class FlatOptimizer(Optimizer):
                 self.read_parameters()
             if not self.state.are_made and self._is_trial():
                 self._before_trial = {master: copy.deepcopy(state) for master, state in self.inner.state.items()}
+        self._gradients.note_read()
+        for buffer in self.flat.buffers:
+            buffer.settle_()
         for segment in self._all_segments:
             segment.set_grad()
         self.inner.step()

@@ -81,10 +81,6 @@ def test_backwards_on_two_threads():
 
 def test_a_backward_that_fails_leaves_the_next_one_right():
     flat, model, eager = pair()
-
-    def fail(grad: Tensor) -> None:
-        raise ZeroDivisionError
-
     handle = model.blocks[0].norm.weight.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         model(tokens()).sum().backward()
@@ -145,6 +141,43 @@ def test_main_grads_with_hooks_that_want_the_gradient():
     assert same_bits(weight.main_grad, (grad * 2).float() + (grad * 2).float())
     assert weight.grad is None
     flat.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_main_grads_have_no_graph():
+    model = nn.Linear(3, 2, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    for _ in range(2):
+        model(torch.ones(1, 3, dtype=BF16)).square().sum().backward(create_graph=True)
+        assert all(one.grad is None and not one.main_grad.requires_grad for one in model.parameters())
+    flat.close()
+
+
+@pytest.mark.parametrize("left_by", ["a backward that fails", "the user"])
+def test_steps_read_what_lies_beside_main_grads(left_by):
+    """As clips and reductions do: ``.grad`` is added to ``main_grad``."""
+    model = nn.Linear(3, 2, bias=False, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=1.0)
+    before = model.weight.detach().clone()
+    x = torch.ones(1, 3, dtype=BF16)
+    model(x).sum().backward()
+    if left_by == "the user":
+        model.weight.grad = torch.full_like(model.weight, 2)
+    else:
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        x = (2 * x).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(x.clone()).sum().backward()
+    optimizer.step()
+    assert model.weight.grad is None and model.weight.main_grad.eq(3).all()
+    assert same_bits(model.weight.detach(), (before.float() - 3).to(BF16))
+    flat.close()
+
+
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
