@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,15 +53,25 @@ class CarriedGradients(OwnObject):
             torch._foreach_neg_(list(reduced.values()))
             self._aside[buffer] = values, parts
 
-    @torch.no_grad()
     def forget_dropped(self) -> None:
         """Called before anything is written where a gradient was dropped, and before a reduction."""
-        for buffer, (_, parts) in list(self._aside.items()):
-            dropped = [parts.pop(number) for number in buffer.all_gradients.missing() if number in parts]
-            if not parts:
-                del self._aside[buffer]
-            elif dropped:
-                torch._foreach_zero_(dropped)
+        for buffer in list(self._aside):
+            self._forget(buffer, buffer.all_gradients.missing())
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are overwritten."""
+        forgotten = {id(parameter) for parameter in parameters}
+        for buffer in list(self._aside):
+            self._forget(buffer, [n for n, parameter in enumerate(buffer.parameters) if id(parameter) in forgotten])
+
+    @torch.no_grad()
+    def _forget(self, buffer: FlatBuffer, numbers: Iterable[int]) -> None:
+        _, parts = self._aside[buffer]
+        forgotten = [parts.pop(number) for number in numbers if number in parts]
+        if not parts:
+            del self._aside[buffer]
+        elif forgotten:
+            torch._foreach_zero_(forgotten)
 
     def expect_none(self, message: str) -> None:
         """Raise RuntimeError with ``message`` if there are some."""

@@ -229,6 +229,10 @@ class FlatParameters(DeferredSync, GradientParts):
         check = weak_method(self, "expect_reduced")
         before_replay(lambda: check(op))
 
+    def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are set to zero: what has been reduced of them is no more."""
+        self._carried.forget(parameters)
+
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
-from te_graph.common.gradient_state import flat_of
+from te_graph.common.gradient_state import flat_of, gradient_state
 from te_graph.flat.flat_buffer import gradient_of
 from te_graph.flat.optimizer_state import PartStates, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
@@ -136,13 +136,26 @@ class FlatOptimizer(Optimizer):
             self._versions.note()
         return loss
 
+    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters of ``param_groups``, ``main_grad`` included: the next backward stores.
 
         Args:
-            set_to_none: taken for compatibility; what is dropped is not read again.
+            set_to_none: False: set those that are there to zero instead; the next step has momentum and decay act.
         """
-        self._gradients.drop()
+        if set_to_none:
+            self._gradients.drop()
+            return
+        self._gradients.note_read()
+        for buffer in self.flat.buffers:
+            buffer.settle_()
+        missing, elsewhere = set(self._gradients.missing()), dict(self._gradients.elsewhere())
+        for grad in elsewhere.values():
+            grad.detach_()
+        there = {n: parameter for n, parameter in enumerate(self._parameters()) if n not in missing}
+        torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
+        self._gradients.note_written()
+        self.flat.forget_reduced(there.values())
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state of whole parameters in their shapes, ``master`` among it where parameters are not

@@ -276,6 +276,40 @@ def fail(grad: Tensor) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
+def test_gradients_that_are_set_to_zero_are_stepped(dtype):
+    """By momentum, as in eager execution; those that are not there are not."""
+    layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3)).to(dtype)
+    eager = copy.deepcopy(layers).float()
+    flat = tg.FlatParameters(layers, gradient_scale=0.5)
+    mine = flat.optimizer(torch.optim.SGD, lr=0.125, momentum=0.5)
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.125, momentum=0.5)
+    x = torch.ones(1, 3)
+
+    def run(model: nn.Module, used: int) -> None:
+        loss = sum(layer(x.to(layer.weight.dtype)).sum() for layer in model[:used])
+        (loss if model is layers else loss * 0.5).backward()
+
+    for used in (2, 1, 0, 1):
+        for model, optimizer in ((layers, mine), (eager, theirs)):
+            if used:
+                run(model, used)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        for one, other in zip(layers, eager, strict=True):
+            torch.testing.assert_close(one.weight.float(), other.weight, rtol=1e-2, atol=1e-2)
+        if dtype == torch.float32:
+            assert_same(layers, eager)
+    # What has been reduced is aside here.
+    with flat.no_sync():
+        run(layers, 1)
+    mine.zero_grad(set_to_none=False)
+    run(layers, 1)
+    grad = layers[0].weight.grad if dtype == torch.float32 else layers[0].weight.main_grad
+    assert grad.eq(0.5).all()
+    flat.close()
+
+
 def test_captured_reductions_expect_what_is_not_reduced():
     model = nn.Linear(5, 3, bias=False)
     flat = tg.FlatParameters(model, gradient_scale=0.5)
