@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,22 @@ def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtyp
                     f"FlatParameters: expected {name}.{which} to be dense and of shape {list(parameter.shape)}, got "
                     f"layout {grad.layout} and shape {list(grad.shape)}"
                 )
+    _check_apart(named)
+
+
+def _check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if two of ``named`` parameters [...], which are dense, share memory."""
+    places = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+        for name, parameter in named
+        if parameter.numel() > 0
+    )
+    for (_, end, name), (begin, _, other) in itertools.pairwise(places):
+        if begin < end:
+            raise ValueError(
+                f"FlatParameters: expected parameters that share no memory, got {name} and {other}, which would be "
+                "apart in a flat buffer: tie them by making them one Parameter"
+            )
 
 
 def _check_kind(name: str, parameter: Tensor) -> None:

@@ -40,6 +40,13 @@ def with_grad_dtype() -> nn.Module:
     return module
 
 
+def with_one_memory() -> nn.Module:
+    module = with_parameter(nn.Linear(2, 2))
+    module.weight = nn.Parameter(torch.zeros(5)[1:])
+    module.extra.weight.data = module.weight.data[2:]
+    return module
+
+
 # What is made flat, further arguments, the error, its text.
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "a number": (lambda: 3, {}, TypeError, "expected a module, or parameters with or without their names, got int"),
@@ -101,6 +108,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         {},
         ValueError,
         "expected weight.grad to be dense and of shape [2, 2], got layout torch.sparse_coo",
+    ),
+    "one memory": (
+        with_one_memory,
+        {},
+        ValueError,
+        "expected parameters that share no memory, got weight and extra.weight, which would be apart",
     ),
     "shard": (
         lambda: nn.Linear(2, 2),
