@@ -35,6 +35,7 @@ from te_graph.flat.groups import Groups, tensor_parallel_group
 from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
 from te_graph.flat.reduction import Reduction
+from te_graph.graphs.capture.exports import move_exported_results
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -170,6 +171,7 @@ class FlatParameters(DeferredSync, GradientParts):
             self._close_group()  # on all ranks, for all raise
             raise
         refuse_foreign_optimizers()
+        move_exported_results()
         self._reduction = Reduction(
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
         )

@@ -93,6 +93,29 @@ def test_a_backward_that_fails_leaves_the_next_one_right():
     flat.close()
 
 
+def test_arrays_of_gradients_keep_their_values(monkeypatch):
+    """Those that hold an address alone, also before anything was captured."""
+    for name in ("numpy", "__dlpack__", "__cuda_array_interface__"):
+        export = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, getattr(export, "__wrapped__", export))
+    monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", torch.utils.dlpack.to_dlpack)
+    model = nn.Linear(3, 2)
+    flat = tg.FlatParameters(model)
+
+    def backward(scale: float) -> None:
+        model(torch.full((1, 3), scale)).sum().backward()
+
+    backward(1.0)
+    grad = model.weight.grad
+    array, shared = grad.numpy(), torch.from_dlpack(model.bias.grad)
+    backward(1.0)
+    assert model.weight.grad is grad and array[0, 0] == grad[0, 0] == 2.0
+    model.zero_grad()
+    backward(5.0)
+    assert array[0, 0] == 2.0 and shared[0] == 2.0 and model.weight.grad[0, 0] == 5.0
+    flat.close()
+
+
 def test_torch_compile():
     flat, model, eager = pair()
     compiled = torch.compile(model, backend="aot_eager")

@@ -20,15 +20,16 @@ _replacing = threading.Lock()
 
 
 def move_exported_results() -> None:
-    """From now on a result of a replay gets memory of its own before its address is handed to another library.
+    """From now on a result of a replay, or a flat gradient, gets memory of its own before its address is handed to
+    another library.
 
-    Results lie in memory that later replays overwrite. A tensor that is held keeps its value, because it is
-    moved before; a holder of its address alone would not notice. The entry points of torch that hand out addresses are
-    therefore wrapped, when the first callable is captured: ``Tensor.numpy`` (which ``__array__`` calls),
-    ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``, under every name that a loaded
-    module has for them (``from torch.utils.dlpack import to_dlpack``). ``data_ptr()`` and DLPack's C exchange
-    interface are not, nor are functions that only a local variable, attribute or container holds: an address taken
-    there is valid until the next call of the callable.
+    Results lie in memory that later replays overwrite. A tensor that is held keeps its value, because it is moved
+    before; a holder of its address alone would not notice. The entry points of torch that hand out addresses are
+    therefore wrapped, when the first callable is captured or the first FlatParameters made: ``Tensor.numpy`` (which
+    ``__array__`` calls), ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``, under
+    every name that a loaded module has for them (``from torch.utils.dlpack import to_dlpack``). ``data_ptr()`` and
+    DLPack's C exchange interface are not, nor are functions that only a local variable, attribute or container holds:
+    an address taken there is valid until the next call of the callable.
 
     Stream and capture: moving a result copies it on the current stream.
     """
