@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -69,3 +69,22 @@ def flat_of(parameter: Tensor) -> Any:
     """The FlatParameters that ``parameter`` [...] is in, or None."""
     state = _states.get(parameter)
     return None if state is None or state.flat is None else state.flat()
+
+
+def expect_whole_gradients(op: str, parameters: Iterable[Tensor], advice: str) -> None:
+    """Raise RuntimeError in ``op``, which reads ``.grad`` of ``parameters`` [...], if one of them is flat and has its
+    gradient elsewhere or in part, with ``advice``."""
+    flats = set()
+    for parameter in parameters:
+        flat = flat_of(parameter)
+        if flat is None:
+            continue
+        flats.add(flat)
+        if gradient_state(parameter).flat_gradient.is_missing():
+            continue
+        is_passed_over = parameter.grad is None
+        if is_passed_over or flat.sharding_group is not None:
+            where = "lie in main_grad" if is_passed_over else "are reduced on this rank in part only"
+            raise RuntimeError(f"{op}: gradients of flat parameters {where}, which it does not know: {advice}")
+    for flat in flats:
+        flat.expect_reduced(op)

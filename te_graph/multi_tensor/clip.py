@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.gradient_parts import GradientParts
+from te_graph.common.gradient_state import expect_whole_gradients
 from te_graph.multi_tensor.norms import raise_if_nonfinite, total_norm
 from te_graph.multi_tensor.tensor_lists import (
     Part,
@@ -64,7 +65,8 @@ def clip_grad_norm_(
 
     Raises:
         As ``get_total_norm``; ValueError also for a negative or NaN ``max_norm``, for one gradient met twice, and for a
-        group in ``process_groups`` that a ``FlatParameters`` adds over by itself.
+        group in ``process_groups`` that a ``FlatParameters`` adds over by itself. RuntimeError for parameters that are
+        flat with gradients in ``main_grad``, or on this rank in part: pass the ``FlatParameters``.
 
     Stream and capture: two launches and a memset on the current stream for up to 2000 gradients; see
     ``get_total_norm``. ``MultiTensorPlan.clip_norm_`` does the same to a prepared list.
@@ -115,7 +117,7 @@ def clip_grads_with_norm_(
 
     Raises:
         ValueError, TypeError: an argument is wrong, or one gradient is met twice.
-        NotImplementedError: as ``clip_grad_norm_``.
+        RuntimeError, NotImplementedError: as ``clip_grad_norm_``.
 
     Stream and capture: one launch for up to 2000 gradients; no allocation where ``total_norm`` is float32 on the
     gradients' device; no host sync unless it is on the CPU and they are not.
@@ -174,6 +176,10 @@ def _check_apart(op: str, process_groups: Sequence[ProcessGroup | None], own: Se
 
 def _parameters(op: str, parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
     sequence = as_sequence(op, "parameters", parameters)
+    if not (torch.compiler.is_compiling() or _C.in_session()):
+        # Flat parameters have hooks, and few others do.
+        hooked = [one for one in sequence if getattr(one, "_backward_hooks", None) is not None]
+        expect_whole_gradients(op, hooked, "clip those of all parameters, by clip_grad_norm_(flat_parameters, ...)")
     if isinstance(parameters, types.GeneratorType) and not sequence:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     return sequence

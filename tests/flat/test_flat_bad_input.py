@@ -252,6 +252,10 @@ def test_optimizers_that_do_not_know_where_gradients_are(dtype):
         ):
             optimizer.step()
         assert torch.equal(before, model.weight)
+        for clip, given in ((tg.clip_grad_norm_, ()), (tg.clip_grads_with_norm_, (torch.ones(()),))):
+            message = rf"{clip.__name__}: gradients of flat parameters lie in main_grad.*clip_grad_norm_\(flat"
+            with pytest.raises(RuntimeError, match=message):
+                clip(model.parameters(), 0.1, *given)
     flat.close()
 
 
