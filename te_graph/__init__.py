@@ -21,6 +21,7 @@ from te_graph.collectives.ops import (
     reduce_scatter_out,
 )
 from te_graph.collectives.peer_group import PeerGroup
+from te_graph.flat.flat_grad_scaler import FlatGradScaler
 from te_graph.flat.flat_parameters import FlatParameters
 from te_graph.flat.flatten_params_wrapper import FlattenParamsWrapper
 from te_graph.fp8.autocast import fp8_autocast
@@ -64,6 +65,7 @@ __all__ = [
     "CaptureError",
     "ConversionReport",
     "DelayedScaling",
+    "FlatGradScaler",
     "FlatParameters",
     "FlattenParamsWrapper",
     "Float8CurrentScaling",

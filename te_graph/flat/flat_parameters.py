@@ -222,8 +222,14 @@ class FlatParameters(DeferredSync, GradientParts):
             self._take_reduced()  # nothing has been before the replay
 
     def expect_reduced(self, op: str) -> None:
-        """Raise RuntimeError in ``op``, which reads gradients, if more have come beside those that have been reduced;
-        where it is captured, before each replay."""
+        """Called before gradients are read; where that is captured, this runs before each replay.
+
+        Args:
+            op: who reads them, for the message.
+
+        Raises:
+            RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
+        """
         self._carried.expect_none(
             f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
             "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
@@ -232,7 +238,16 @@ class FlatParameters(DeferredSync, GradientParts):
         before_replay(lambda: check(op))
 
     def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """Called when gradients of ``parameters`` [...] are set to zero: what has been reduced of them is no more."""
+        """Called when gradients are set to zero, so that what had been reduced is not added to the next ones.
+
+        Args:
+            parameters: [...] each, whose gradients they are.
+
+        Raises:
+            Nothing.
+
+        Stream and capture: a launch on the current stream where something had been reduced and more has come.
+        """
         self._carried.forget(parameters)
 
     def zero_grad(self) -> None:
@@ -285,14 +300,17 @@ class FlatParameters(DeferredSync, GradientParts):
                 ]
                 for each in (self._filled, self._counted)
             )
-            yield OwnGradients(
-                filled, counted, [group for group in (self.sharding_group, self.tp_group) if group is not None]
-            )
+            yield OwnGradients(filled, counted, self.parting_groups)
 
     @property
     def sharding_group(self) -> ProcessGroup | None:
         """Over whose ranks parts are divided; None: each has all."""
         return self.process_group if self._reduction.is_sharded else None
+
+    @property
+    def parting_groups(self) -> list[ProcessGroup]:
+        """Over whose ranks gradients of one model are divided."""
+        return [group for group in (self.sharding_group, self.tp_group) if group is not None]
 
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """What this rank has of ``buffer``.

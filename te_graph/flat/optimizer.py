@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,10 @@ class FlatOptimizer(Optimizer):
         flat: the FlatParameters.
         inner: the optimizer of the masters.
         segments: of each group, the parts of its parameters that this rank steps.
+        is_scaled_over_ranks: it is being stepped by a ``FlatGradScaler``.
     """
+
+    is_scaled_over_ranks = False
 
     def __init__(
         self,
@@ -111,8 +115,7 @@ class FlatOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):
-            if hasattr(self, name):
-                setattr(self.inner, name, getattr(self, name))
+            setattr(self.inner, name, getattr(self, name, None))
         self.end_trial()
         is_eager = not is_captured(self.flat.buffers[0].data.device)
         if is_eager:
@@ -120,9 +123,7 @@ class FlatOptimizer(Optimizer):
                 self.read_parameters()
             if not self.state.are_made and self._is_trial():
                 self._before_trial = {master: copy.deepcopy(state) for master, state in self.inner.state.items()}
-        self._gradients.note_read()
-        for buffer in self.flat.buffers:
-            buffer.settle_()
+        self._settle_()
         for segment in self._all_segments:
             segment.set_grad()
         self.inner.step()
@@ -146,16 +147,43 @@ class FlatOptimizer(Optimizer):
         if set_to_none:
             self._gradients.drop()
             return
-        self._gradients.note_read()
-        for buffer in self.flat.buffers:
-            buffer.settle_()
+        self._settle_()
         missing, elsewhere = set(self._gradients.missing()), dict(self._gradients.elsewhere())
         for grad in elsewhere.values():
-            grad.detach_()
+            if grad.grad_fn is not None:
+                grad.detach_()
         there = {n: parameter for n, parameter in enumerate(self._parameters()) if n not in missing}
         torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
         self._gradients.note_written()
         self.flat.forget_reduced(there.values())
+
+    @contextlib.contextmanager
+    def own_gradients(self, op: str) -> Iterator[list[Tensor]]:
+        """For ``op``: the gradients that are there, [...] each, which may be changed meanwhile; of those in the buffers
+        the parts of this rank."""
+        self.flat.check_places()
+        self.flat.expect_reduced(op)
+        self._settle_()
+        found = []
+        for segment in self._all_segments:
+            if not segment.gradient.is_missing():
+                elsewhere = segment.gradient.elsewhere()
+                found.append(segment.grad if elsewhere is None else elsewhere)
+        yield found
+        self._gradients.note_written()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by ``GradScaler.step``, before all else: whether ``step`` unscales, and skips, by ``grad_scale`` and
+        ``found_inf``."""
+        is_parted = bool(self.flat.parting_groups)
+        if not self.is_scaled_over_ranks and (is_parted or any(one.has_main_grads for one in self.flat.buffers)):
+            where = "in part on each rank" if is_parted else "in main_grad"
+            raise RuntimeError(
+                f"GradScaler.step: expected gradients that are all in .grad, got those of a FlatParameters {where}: "
+                "make a te_graph.FlatGradScaler instead, which looks for infinities there"
+            )
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state of whole parameters in their shapes, ``master`` among it where parameters are not
@@ -258,6 +286,12 @@ class FlatOptimizer(Optimizer):
         if hasattr(self, "inner"):
             raise RuntimeError("FlatOptimizer: expected all groups when it is made, got another one later")
         super().add_param_group(param_group)
+
+    def _settle_(self) -> None:
+        """Called before gradients are read: what autograd has left in ``.grad`` becomes ``main_grad``."""
+        self._gradients.note_read()
+        for buffer in self.flat.buffers:
+            buffer.settle_()
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

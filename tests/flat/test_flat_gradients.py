@@ -310,6 +310,71 @@ def test_gradients_that_are_set_to_zero_are_stepped(dtype):
     flat.close()
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scalers(pair, fused, unscales):
+    """Of torch's for ``.grad``, of te_graph's for both: the bits of eager execution, and its scales."""
+    flat, model, eager = pair
+    again = copy.deepcopy(eager)
+    flat_again = tg.FlatParameters(again)
+    runs = [
+        (
+            one,
+            torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused)
+            if owner is None
+            else owner.optimizer(torch.optim.AdamW, lr=0.1, fused=fused),
+            cls("cpu", init_scale=4.0, growth_interval=2),
+        )
+        for one, owner, cls in (
+            (eager, None, torch.amp.GradScaler),
+            (copy.deepcopy(eager), None, tg.FlatGradScaler),
+            (model, flat, torch.amp.GradScaler),
+            (again, flat_again, tg.FlatGradScaler),
+        )
+    ]
+    for step in range(6):
+        tokens, factor = torch.randint(7, (2, 3)), float("inf") if step in (1, 4) else 1.0
+        for one, optimizer, scaler in runs:
+            scaler.scale(one(tokens, step != 3).square().sum() * factor).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        for one, _, scaler in runs[1:]:
+            assert_same(one, eager, f"step {step}")
+            assert scaler.get_scale() == runs[0][2].get_scale(), step
+    flat_again.close()
+
+
+def test_grad_scalers_with_main_grads():
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float16)
+    flat = tg.FlatParameters(model)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.5)
+    scaler, plain = tg.FlatGradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    nn.init.zeros_(model.weight)
+    for factor, expected in ((1.0, -0.5), (float("inf"), -0.5), (1.0, -1.0)):
+        scaler.scale(model(torch.ones(1, 3, dtype=torch.float16)).float().sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert model.weight.eq(expected).all()
+    assert scaler.get_scale() == 4.0
+    plain.scale(model(torch.ones(1, 3, dtype=torch.float16)).float().sum()).backward()
+    with pytest.raises(
+        RuntimeError, match=r"got those of a FlatParameters in main_grad: make a te_graph.FlatGradScaler"
+    ):
+        plain.step(optimizer)
+    flat.close()
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    flat = tg.FlatParameters(model, grad_dtype=torch.float16)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.5)
+    scaler.scale(model(torch.ones(1, 3, dtype=torch.float16)).float().sum()).backward()
+    with pytest.raises(ValueError, match=r"FlatGradScaler.unscale_: expected gradients of float32 or bfloat16"):
+        scaler.unscale_(optimizer)
+    flat.close()
+
+
 def test_captured_reductions_expect_what_is_not_reduced():
     model = nn.Linear(5, 3, bias=False)
     flat = tg.FlatParameters(model, gradient_scale=0.5)
