@@ -144,6 +144,16 @@ def check_reduce_dtype(reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype
     )
 
 
+def check_grad_dtype(grad_dtype: torch.dtype, process_group: ProcessGroup | None) -> None:
+    """Raise ValueError unless a ``PeerGroup`` over ``process_group`` can add what is of ``grad_dtype``."""
+    is_alone = process_group is None or process_group.size() == 1
+    if not is_alone and grad_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            "FlatParameters: expected grad_dtype to be torch.float32, torch.float16 or torch.bfloat16 on several "
+            f"ranks, got {grad_dtype}"
+        )
+
+
 def check_tp_group(
     named: Sequence[tuple[str, Tensor]], tp_group: ProcessGroup | None, reduced_over: Sequence[ProcessGroup]
 ) -> None:

@@ -17,9 +17,11 @@ from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
 from te_graph.common.replay_checks import before_replay
+from te_graph.common.uncopyable import Uncopyable
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
 from te_graph.flat.checks import (
+    check_grad_dtype,
     check_parameters,
     check_reduce_dtype,
     check_shard,
@@ -142,6 +144,7 @@ class FlatParameters(DeferredSync, GradientParts):
         def check() -> list[tuple[str, Tensor]]:
             named = named_parameters(module_or_params)
             check_shard(shard)
+            check_grad_dtype(grad_dtype, self.process_group)
             check_parameters(named, grad_dtype)
             check_reduce_dtype(reduce_dtype, grad_dtype)
             if is_captured(named[0][1].device):

@@ -291,6 +291,9 @@ def scenario_differs(rank: Rank) -> None:
         match=r"the same model on all ranks, got 0.weight \[4, 3\] torch.float32 on rank 0 and 0.weight \[5, 3\]",
     ):
         tg.FlatParameters(model.to(rank.device))
+    doubles = nn.Linear(3, 4, device=rank.device, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"grad_dtype to be .* on several ranks, got torch.float64"):
+        tg.FlatParameters(doubles, grad_dtype=torch.float64)
     alike = nn.Linear(3, 4, device=rank.device)
     with pytest.raises(RuntimeError, match=r"got .*gradient_scale 1.0 on rank 0 and .*gradient_scale 2.0 on rank 1"):
         tg.FlatParameters(alike, gradient_scale=1.0 + rank.rank % 2)
