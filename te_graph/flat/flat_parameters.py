@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 128 << 20
 
 
-class FlatParameters(DeferredSync, GradientParts):
+class FlatParameters(Uncopyable, DeferredSync, GradientParts):
     """Makes parameters and their gradients views of flat buffers, and reduces gradients over ranks once a step.
 
     One buffer for the parameters of each dtype, one for their gradients. Parameters stay the objects that they are,
@@ -120,6 +120,9 @@ class FlatParameters(DeferredSync, GradientParts):
 
     Source of the semantics: Megatron-LM's ParamAndGradBuffer, torch's DistributedDataParallel (``no_sync``, the mean).
     """
+
+    copy_advice = "keep it outside of the module, copy that, and make one from the copy"
+    _is_closed = False
 
     def __init__(
         self,
@@ -349,6 +352,7 @@ class FlatParameters(DeferredSync, GradientParts):
             buffer.detach()
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = None
+        self._is_closed = True
         self._close_group()
 
     def __repr__(self) -> str:
@@ -373,7 +377,12 @@ class FlatParameters(DeferredSync, GradientParts):
             self.peer_group.close()
 
     def check_places(self) -> None:
-        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it."""
+        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it, or if this is closed."""
+        if self._is_closed:
+            raise RuntimeError(
+                "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
+                "no more; make new ones"
+            )
         for buffer in self.buffers:
             if change := buffer.all_gradients.first_change():
                 raise RuntimeError(

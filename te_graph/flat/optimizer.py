@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_state import flat_of, gradient_state
+from te_graph.common.uncopyable import Uncopyable
 from te_graph.flat.flat_buffer import gradient_of
 from te_graph.flat.optimizer_state import PartStates, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
@@ -32,7 +33,7 @@ _ELEMENT_WISE = frozenset(
 )
 
 
-class FlatOptimizer(Optimizer):
+class FlatOptimizer(Uncopyable, Optimizer):
     """What ``FlatParameters.optimizer`` returns: an optimizer of torch over the parts of parameters of this rank.
 
     ``param_groups`` hold the parameters themselves, and whatever is set there, as schedulers do, holds for the step.
@@ -48,6 +49,7 @@ class FlatOptimizer(Optimizer):
         is_scaled_over_ranks: it is being stepped by a ``FlatGradScaler``.
     """
 
+    copy_advice = "make one by FlatParameters.optimizer, and load this one's state_dict()"
     is_scaled_over_ranks = False
 
     def __init__(

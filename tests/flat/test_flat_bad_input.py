@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -295,3 +296,28 @@ def test_a_backward_inside_a_graphed_function_is_refused():
         for _ in range(3):
             step(x)
     flat.close()
+
+
+def test_what_is_closed_says_so():
+    model = nn.Linear(3, 3)
+    flat = tg.FlatParameters(model)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    flat.close()
+    for act in (optimizer.step, flat.reduce_gradients, lambda: tg.clip_grad_norm_(flat, 1.0)):
+        with pytest.raises(RuntimeError, match=r"FlatParameters: close\(\) has been called"):
+            act()
+
+
+def test_copies_are_refused():
+    model = nn.Linear(3, 3)
+    model.flat = tg.FlatParameters(model)
+    optimizer = model.flat.optimizer(torch.optim.SGD, lr=0.1)
+    for copied, text in (
+        (model, "FlatParameters: cannot be copied or pickled; keep it outside of the module, copy that, and make one"),
+        (optimizer, "FlatOptimizer: cannot be copied or pickled; make one by FlatParameters.optimizer, and load this"),
+    ):
+        for act in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=re.escape(text)):
+                act(copied)
+    model.flat.close()
