@@ -155,7 +155,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
             if grad.grad_fn is not None:
                 grad.detach_()
         there = {n: parameter for n, parameter in enumerate(self._parameters()) if n not in missing}
-        torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
+        if there:
+            torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
         self._gradients.note_written()
         self.flat.forget_reduced(there.values())
 
