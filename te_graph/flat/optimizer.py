@@ -179,7 +179,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by ``GradScaler.step``, before all else: whether ``step`` unscales, and skips, by ``grad_scale`` and
         ``found_inf``."""
-        is_parted = bool(self.flat.parting_groups)
+        is_parted = any(group.size() > 1 for group in self.flat.parting_groups)
         if not self.is_scaled_over_ranks and (is_parted or any(one.has_main_grads for one in self.flat.buffers)):
             where = "in part on each rank" if is_parted else "in main_grad"
             raise RuntimeError(
