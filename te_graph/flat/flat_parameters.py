@@ -236,6 +236,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         Raises:
             RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
         """
+        if not self._reduction.changes_what_is_alike:
+            return
         self._carried.expect_none(
             f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
             "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
