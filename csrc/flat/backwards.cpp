@@ -31,51 +31,93 @@ void Backwards::enter(size_t gradient, const std::string& name) {
         "it with overlap=False where that varies");
 }
 
+// What the engine holds of a task that has begun, for as long as the task lives.
+class Backwards::Task {
+public:
+    Task(std::weak_ptr<Backwards> backwards, int64_t task) : backwards_(std::move(backwards)), task_(task) {}
+    Task(const Task&) = delete;
+    Task& operator=(const Task&) = delete;
+    // The engine calls nothing back where a backward has failed.
+    ~Task() {
+        if (const auto backwards = backwards_.lock()) backwards->abandon(task_);
+    }
+    void leave() const {
+        if (const auto backwards = backwards_.lock()) backwards->leave(task_);
+    }
+
+private:
+    const std::weak_ptr<Backwards> backwards_;
+    const int64_t task_;
+};
+
 void Backwards::begin(int64_t task) {
     if (last_ == task) return;
-    bool is_alone = false;
+    finish_failed();
+    bool is_first = false;
     {
         const std::lock_guard lock(mutex_);
         if (!tasks_.insert(task).second) return;
         last_ = task;
-        is_alone = tasks_.size() == 1;
-        // With another one under way, or one that has failed, it is not known what belongs to which.
-        if (!is_alone) buckets_.stop();
+        outer_.reset();
+        is_first = !std::exchange(is_open_, true);
+        if (is_first) {
+            received_.clear();
+            stream_.reset();
+            reduces_ = false;
+            buckets_.begin();
+        } else {  // it is not known what belongs to which
+            buckets_.stop();
+        }
     }
-    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), task] {
-        if (const auto self = weak.lock()) self->leave(task);
-    });
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [begun = std::make_shared<Task>(weak_from_this(), task)] { begun->leave(); });
     const bool reduces = calls_.begin();
-    if (!is_alone) return;
+    if (!is_first) return;
     const std::lock_guard lock(mutex_);
-    received_.clear();
-    stream_.reset();
     reduces_ = reduces;
-    buckets_.begin(reduces && tasks_.size() == 1);
+    if (reduces && tasks_.size() == 1) buckets_.look_early();
 }
 
 void Backwards::leave(int64_t task) {
-    bool is_alone = false;
+    size_t first = 0;
     {
+        // A checkpoint of the reentrant kind runs a backward inside a node of another one, whose end is awaited.
+        const auto outer = torch::autograd::get_current_node();
         const std::lock_guard lock(mutex_);
-        is_alone = tasks_.size() == 1;
         tasks_.erase(task);
         if (last_ == task) last_ = -1;
+        if (outer) {
+            outer->add_post_hook(std::make_unique<EnterOuter>([weak = weak_from_this()] {
+                if (const auto self = weak.lock()) self->begin(torch::autograd::get_current_graph_task_id());
+            }));
+            outer_ = outer;
+            buckets_.stop();
+        }
+        if (outer || !tasks_.empty()) return;
+        for (const auto& [thread, received] : std::exchange(received_, {})) buckets_.note_accumulated(received.first);
+        is_open_ = false;
+        first = buckets_.end(/*learns=*/reduces_);
     }
-    // A checkpoint of the reentrant kind runs a backward inside a node of another one, whose end is awaited.
-    if (const auto node = torch::autograd::get_current_node()) {
-        node->add_post_hook(std::make_unique<EnterOuter>([weak = weak_from_this()] {
-            if (const auto self = weak.lock()) self->begin(torch::autograd::get_current_graph_task_id());
-        }));
-        return;
-    }
+    calls_.end(first);
+}
+
+void Backwards::abandon(int64_t task) {
+    const std::lock_guard lock(mutex_);
+    if (tasks_.erase(task) == 0) return;  // it has left
+    if (last_ == task) last_ = -1;
+    outer_.reset();
+}
+
+void Backwards::finish_failed() {
     size_t first = 0;
     {
         const std::lock_guard lock(mutex_);
-        for (const auto& [thread, received] : std::exchange(received_, {})) buckets_.note_accumulated(received.first);
-        first = buckets_.end(/*learns=*/is_alone && reduces_);
+        if (!is_open_ || !tasks_.empty() || !outer_.expired()) return;
+        is_open_ = false;
+        first = buckets_.end(/*learns=*/false);
+        if (!reduces_) return;
     }
-    calls_.end(first);
+    calls_.fail(first);
 }
 
 void Backwards::note_accumulated(size_t gradient, int64_t stream) {

@@ -1,4 +1,5 @@
-// The backwards that write to the gradients of one FlatParameters, and what it does in them.
+// The backwards that write to the gradients of one FlatParameters, and what it does in them. Those that run at once, or
+// one inside of another, are one: it begins with the first and ends with the last of them.
 #pragma once
 
 #include <atomic>
@@ -13,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include <torch/csrc/autograd/function.h>
+
 #include "flat/ready_buckets.h"
 
 namespace te_graph::flat {
@@ -22,6 +25,8 @@ struct BackwardCalls {
     std::function<bool()> begin;        // before the first gradient is written: whether its buckets are reduced
     std::function<void(size_t)> ready;  // a bucket is complete, and what writes it has been launched
     std::function<void(size_t)> end;    // all gradients have been written; the buckets before this one have been told
+    std::function<void(size_t)> fail;   // before the next one begins: one has failed whose buckets are reduced. Those
+                                        // before this one have been told, of which each rank may have told others
 };
 
 class Backwards : public std::enable_shared_from_this<Backwards> {
@@ -37,19 +42,25 @@ public:
     void note_received(size_t gradient, int64_t stream);
     // Whether it is known early enough what may be reduced while the backward goes on.
     bool looks_early() const;
+    // Tells of the backward before, if that has failed.
+    void finish_failed();
 
 private:
+    class Task;
     void begin(int64_t task);
     void leave(int64_t task);
+    void abandon(int64_t task);
     void flush_received();
     void tell_ready();
 
     const BackwardCalls calls_;
     std::atomic<int64_t> last_{-1};  // of tasks_, that has entered last
     mutable std::mutex mutex_;
-    std::set<int64_t> tasks_;                                         // of the engine, that have begun
-    ReadyBuckets buckets_;                                            // of the backward that is alone
-    bool reduces_ = false;                                            // that one
+    std::set<int64_t> tasks_;                     // of the engine, that have begun
+    std::weak_ptr<torch::autograd::Node> outer_;  // of a task that has not; one inside has left
+    bool is_open_ = false;                        // what follows is about the backward that is
+    bool reduces_ = false;                        // its buckets, as they become ready
+    ReadyBuckets buckets_;
     std::optional<int64_t> stream_;                                   // on which its gradients are written
     std::map<std::thread::id, std::pair<size_t, int64_t>> received_;  // by each thread, last, and on which stream
 };

@@ -34,15 +34,19 @@ void bind(py::module_& m) {
         [](const at::Tensor& leaf, py::function take) { take_gradients(leaf, with_gil<at::Tensor>(std::move(take))); },
         py::arg("leaf"), py::arg("take"));
     py::class_<Backwards, std::shared_ptr<Backwards>>(m, "Backwards")
-        .def(py::init([](py::function begin, py::function ready, py::function end, const std::vector<size_t>& sizes) {
+        .def(py::init([](py::function begin, py::function ready, py::function end, py::function fail,
+                         const std::vector<size_t>& sizes) {
                  const auto asks = [held = held_on_any_thread(std::move(begin))] {
                      const py::gil_scoped_acquire gil;
                      return (*held)().cast<bool>();
                  };
                  return std::make_shared<Backwards>(
-                     BackwardCalls{asks, with_gil<size_t>(std::move(ready)), with_gil<size_t>(std::move(end))}, sizes);
+                     BackwardCalls{asks, with_gil<size_t>(std::move(ready)), with_gil<size_t>(std::move(end)),
+                                   with_gil<size_t>(std::move(fail))},
+                     sizes);
              }),
-             py::arg("begin"), py::arg("ready"), py::arg("end"), py::arg("bucket_sizes"));
+             py::arg("begin"), py::arg("ready"), py::arg("end"), py::arg("fail"), py::arg("bucket_sizes"))
+        .def("finish_failed", &Backwards::finish_failed, py::call_guard<py::gil_scoped_release>());
     py::class_<FlatGradient, std::shared_ptr<FlatGradient>>(m, "FlatGradient")
         .def(py::init<size_t, std::string, at::Tensor, at::Tensor, at::Tensor, std::shared_ptr<MainGradReset>,
                       std::shared_ptr<Backwards>>(),

@@ -9,24 +9,29 @@
 namespace te_graph::flat {
 
 // How often a gradient is accumulated in a backward is not known before: tied weights are, by each callable that has
-// them. It is learnt from the backwards before, as in Megatron-LM.
+// them. It is learnt from the backwards before, as in Megatron-LM. One that has never been may be in any backward, on
+// some ranks only: its bucket, and those behind, wait for the end.
 class ReadyBuckets {
 public:
     // sizes: of each bucket, the number of its gradients, which are numbered through.
-    explicit ReadyBuckets(const std::vector<size_t>& sizes) : missing_(sizes.size()) {
+    explicit ReadyBuckets(const std::vector<size_t>& sizes) : sizes_(sizes), missing_(sizes) {
         for (size_t bucket = 0; bucket < sizes.size(); ++bucket)
             bucket_of_.insert(bucket_of_.end(), sizes[bucket], bucket);
         seen_.resize(bucket_of_.size());
         expected_.resize(bucket_of_.size());
     }
 
-    // looks_early: whether buckets are to be told before the end.
-    void begin(bool looks_early) {
-        looks_early_ = looks_early && is_learnt_;
+    // From here on what has been accumulated counts.
+    void begin() {
+        looks_early_ = false;
         next_ = 0;
         std::fill(seen_.begin(), seen_.end(), 0);
-        std::fill(missing_.begin(), missing_.end(), 0);
-        for (size_t i = 0; i < bucket_of_.size(); ++i) missing_[bucket_of_[i]] += expected_[i] > 0;
+        missing_ = sizes_;
+    }
+    // Buckets are to be told before the end, if that can be.
+    void look_early() {
+        const auto end = expected_.begin() + sizes_.front();  // of the first bucket, before which none is told
+        looks_early_ = std::find(expected_.begin(), end, 0) == end;
     }
     bool looks_early() const { return looks_early_; }
     // False: it is too late for this one.
@@ -45,7 +50,6 @@ public:
     // The backward is over. Returns the first bucket that has not been told.
     size_t end(bool learns) {
         if (learns) {
-            is_learnt_ = true;
             for (size_t i = 0; i < seen_.size(); ++i) expected_[i] = std::max(expected_[i], seen_[i]);
         }
         looks_early_ = false;
@@ -55,9 +59,10 @@ public:
 private:
     std::vector<size_t> bucket_of_;     // [gradients]
     std::vector<int> seen_, expected_;  // [gradients], in this backward and at most in those before
-    std::vector<int> missing_;          // [buckets] gradients that are expected and have not all come
+    const std::vector<size_t> sizes_;   // [buckets] how many gradients each has
+    std::vector<size_t> missing_;       // [buckets] how many of them have not come as often as expected
     size_t next_ = 0;
-    bool looks_early_ = false, is_learnt_ = false;
+    bool looks_early_ = false;
 };
 
 }  // namespace te_graph::flat

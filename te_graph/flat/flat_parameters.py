@@ -94,7 +94,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         gradient_scale: a factor that reductions multiply gradients by, beside the mean over ranks.
         overlap: reduce buckets during the last backward, each as soon as its gradients are there, from the second one
             that reduces on; by then it is known how often each is accumulated. A backward that accumulates one more
-            often than those before is an error.
+            often than those before is an error. Buckets from the first one on with a parameter that was never used
+            wait for the end.
         tp_group: a ``PeerGroup`` or a process group over whose ranks parameters are split that are marked so, as
             Megatron-LM, TransformerEngine and ``te_graph.Linear`` do it: ``parameter.tensor_model_parallel = True``.
             Norms of gradients are taken over it; what is not marked, which all its ranks have, counts once. So does
@@ -189,6 +190,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             begin=weak_method(self, "_before_backward"),
             ready=weak_method(self, "_reduce_ready"),
             end=weak_method(self, "_after_backward"),
+            fail=weak_method(self, "_after_failure"),
             bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
         )
         is_first = self.tp_group is None or self.tp_group.rank() == 0
@@ -216,6 +218,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
+        self._backwards.finish_failed()
         with self._lock:
             self.check_places()
             self._put_reduced_aside()
@@ -436,21 +439,28 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             if self._syncs or first > 0:
                 self._reduce(first)
 
+    def _after_failure(self, first: int) -> None:
+        """Called before the next backward or reduction: the last backward has failed, whose buckets were reduced while
+        it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
+        with self._lock:
+            are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self.buffers)
+            self._reduce(first, adopts=not are_dropped)
+
     @torch.no_grad()
-    def _reduce(self, first: int) -> None:
+    def _reduce(self, first: int, adopts: bool = True) -> None:
         self._carried.forget_dropped()
         with self._beside() if first > 0 else contextlib.nullcontext():
             for number in range(first, len(self._buckets)):
-                self._reduce_bucket(number)
+                self._reduce_bucket(number, adopts)
         if first > 0 and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for buffer in self.buffers:
             buffer.all_gradients.note_reduced()
         self._carried.note_reduced()
 
-    def _reduce_bucket(self, number: int) -> None:
+    def _reduce_bucket(self, number: int, adopts: bool = True) -> None:
         buffer, place = self._buckets[number]
-        self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]))
+        self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

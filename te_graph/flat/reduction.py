@@ -76,16 +76,17 @@ class Reduction:
             if group is not None:
                 dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
 
-    def run_(self, buffer: FlatBuffer, number: int, carried: Tensor | None) -> None:
+    def run_(self, buffer: FlatBuffer, number: int, carried: Tensor | None, adopts: bool) -> None:
         """Reduce bucket ``number`` of ``buffer``.
 
         Args:
             carried: [end - begin], what is added to the result; None: nothing.
+            adopts: gradients that are missing here, and may not be on other ranks, are there afterwards.
         """
         bucket = buffer.layout.buckets[number]
         if not self.is_distributed and self.scale == 1.0 and carried is None:
             return
-        with buffer.gathered(number, adopts=self.is_distributed):
+        with buffer.gathered(number, adopts=adopts and self.is_distributed):
             grads = buffer.grads[bucket.begin : bucket.end]
             self._sum_(grads)
             if self.replicas is not None:

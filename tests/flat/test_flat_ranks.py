@@ -374,13 +374,13 @@ def scenario_more_often(rank: Rank) -> None:
     flat, model, _ = make(rank, bucket_bytes=2048)
     samples = tuple((torch.randn(2, 3, 12, device=rank.device, requires_grad=True),) for _ in range(3))
     tg.make_graphed_callables(tuple(model.blocks), samples, max_in_flight=2)
-    x = torch.randn(2, 3, 12, device=rank.device, requires_grad=True)
 
     def run(count: int) -> None:
-        y = x
+        x = model.embedding(torch.zeros(2, 3, dtype=torch.long, device=rank.device))
         for block in [*model.blocks] + [model.blocks[2]] * (count - 1):
-            y = block(y)
-        model.head(y).sum().backward()
+            x = block(x)
+        x = model.conv(model.sometimes(x).transpose(1, 2).unsqueeze(-1))[..., 0].transpose(1, 2)
+        model.head(x).sum().backward()
 
     for _ in range(2):
         run(1)

@@ -18,9 +18,14 @@ std::vector<size_t> taken(ReadyBuckets& buckets) {
     return result;
 }
 
+void begin(ReadyBuckets& buckets) {
+    buckets.begin();
+    buckets.look_early();
+}
+
 TEST(ReadyBuckets, TellsNothingBeforeItHasLearnt) {
     ReadyBuckets buckets({1, 1});
-    buckets.begin(true);
+    begin(buckets);
     EXPECT_FALSE(buckets.looks_early());
     buckets.note_accumulated(0);
     EXPECT_TRUE(taken(buckets).empty());
@@ -30,7 +35,7 @@ TEST(ReadyBuckets, TellsNothingBeforeItHasLearnt) {
 TEST(ReadyBuckets, TellsBucketsInTheirOrder) {
     ReadyBuckets buckets({1, 2});
     for (int repetition = 0; repetition < 2; ++repetition) {
-        buckets.begin(true);
+        begin(buckets);
         buckets.note_accumulated(2);
         buckets.note_accumulated(1);
         EXPECT_TRUE(taken(buckets).empty());  // the first one is missing
@@ -44,10 +49,10 @@ TEST(ReadyBuckets, TellsBucketsInTheirOrder) {
 
 TEST(ReadyBuckets, StopsWhereSomethingElseAccumulates) {
     ReadyBuckets buckets({1, 1});
-    buckets.begin(true);
+    begin(buckets);
     for (size_t gradient : {0, 1}) buckets.note_accumulated(gradient);
     buckets.end(true);
-    buckets.begin(true);
+    begin(buckets);
     buckets.note_accumulated(0);
     EXPECT_EQ(taken(buckets), std::vector<size_t>{0});
     buckets.stop();
@@ -55,6 +60,24 @@ TEST(ReadyBuckets, StopsWhereSomethingElseAccumulates) {
     EXPECT_TRUE(taken(buckets).empty());
     EXPECT_FALSE(buckets.may_write(0));  // it is being reduced all the same
     EXPECT_EQ(buckets.end(true), 1u);
+}
+
+TEST(ReadyBuckets, WaitsForWhatHasNeverCome) {
+    ReadyBuckets buckets({1, 2, 1});
+    for (int repetition = 0; repetition < 2; ++repetition) {
+        begin(buckets);
+        for (size_t gradient : {0, 1, 3}) buckets.note_accumulated(gradient);
+        EXPECT_EQ(taken(buckets), repetition == 0 ? std::vector<size_t>{} : std::vector<size_t>{0});
+        EXPECT_TRUE(buckets.may_write(2));
+        buckets.end(true);
+    }
+    begin(buckets);
+    for (size_t gradient : {0, 1, 2, 3}) buckets.note_accumulated(gradient);
+    EXPECT_EQ(taken(buckets), std::vector<size_t>{0});
+    EXPECT_EQ(buckets.end(true), 1u);
+    begin(buckets);
+    for (size_t gradient : {0, 1, 2, 3}) buckets.note_accumulated(gradient);
+    EXPECT_EQ(taken(buckets), (std::vector<size_t>{0, 1, 2}));
 }
 
 TEST(ReadyBuckets, RandomBackwards) {
@@ -71,11 +94,11 @@ TEST(ReadyBuckets, RandomBackwards) {
         for (int backward = 0; backward < 6; ++backward) {
             std::vector<size_t> order;
             for (size_t i = 0; i < most.size(); ++i) {
-                const int uses = backward == 0 ? draw(3) : draw(most[i] + 1);
+                const int uses = backward == 0 ? draw(3) : most[i] == 0 ? draw(2) : draw(most[i] + 1);
                 order.insert(order.end(), uses, i);
             }
             std::shuffle(order.begin(), order.end(), generator);
-            buckets.begin(true);
+            begin(buckets);
             std::vector<int> left = most;
             size_t told = 0;
             for (const size_t gradient : order) {
@@ -85,14 +108,14 @@ TEST(ReadyBuckets, RandomBackwards) {
                 for (const size_t bucket : taken(buckets)) {
                     EXPECT_EQ(bucket, told++);
                     for (size_t i = 0; i < left.size(); ++i) {
-                        EXPECT_TRUE(bucket_of[i] != bucket || left[i] == 0);
+                        EXPECT_TRUE(bucket_of[i] != bucket || (most[i] > 0 && left[i] == 0));
                     }
                 }
                 EXPECT_TRUE(backward > 0 || told == 0);
             }
             EXPECT_EQ(buckets.end(true), told);
             for (size_t i = 0; i < most.size(); ++i) {
-                if (backward == 0) most[i] = static_cast<int>(std::count(order.begin(), order.end(), i));
+                most[i] = std::max(most[i], static_cast<int>(std::count(order.begin(), order.end(), i)));
             }
         }
     }

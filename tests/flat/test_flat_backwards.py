@@ -1,0 +1,208 @@
+"""Backwards that fail, run inside others or beside them, and reach other parameters than those before.
+
+The reference on several ranks is a twin whose buckets are all reduced at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flat_models import gradients_of
+from ranks import Rank, ranks_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import te_graph as tg
+from te_graph.testing import same_bits
+
+WORLDS = [
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+
+
+class Failing(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:  # [...]
+        ctx.fails = fails
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # [...]
+        if ctx.fails:
+            raise FloatingPointError("not finite")
+        return grad, None
+
+
+class Model(nn.Module):
+    """The head is tied to the embedding, so that this gradient comes last; ``sometimes`` comes early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 7)
+        self.head.weight = self.embedding.weight
+
+    def forward(  # [batch] -> [batch, 7]
+        self, tokens: Tensor, uses_all: bool = True, fails: bool = False, is_checkpointed: bool = False
+    ) -> Tensor:
+        x = self.first(self.embedding(tokens))
+        x = checkpoint(self.second, x, use_reentrant=True) if is_checkpointed else self.second(x)
+        x = Failing.apply(x, fails)
+        return self.head(self.sometimes(x) if uses_all else x)
+
+
+class Twins:
+    """A flat model, and one that is reduced at the end."""
+
+    def __init__(self, rank: Rank, **options: Any) -> None:
+        self.rank = rank
+        self.models = [Model().to(rank.device)]
+        self.models.append(copy.deepcopy(self.models[0]))
+        self.flats = [
+            tg.FlatParameters(model, bucket_bytes=64, overlap=overlap, **options)
+            for model, overlap in zip(self.models, (True, False), strict=True)
+        ]
+
+    def step(self, fails: bool = False, **ways: bool) -> None:
+        tokens = torch.randint(7, (3, self.rank.world), device=self.rank.device)[:, self.rank.rank]
+        for model in self.models[: 1 if fails else 2]:
+            loss = model(tokens, fails=fails, **ways).square().sum()
+            with pytest.raises(FloatingPointError) if fails else contextlib.nullcontext():
+                loss.backward()
+        if not fails:
+            for one, other in zip(*map(gradients_of, self.models), strict=True):
+                assert same_bits(one, other)
+        self.drop()
+
+    def drop(self) -> None:
+        for flat in self.flats:
+            flat.zero_grad()
+
+    def close(self) -> None:
+        for flat in self.flats:
+            flat.close()
+
+
+def scenario_failed(rank: Rank) -> None:
+    """On all ranks, of which one has come to more buckets."""
+    twins = Twins(rank)
+    for fails in (False, True, False, True, True, False):
+        twins.step(fails, uses_all=not fails or rank.rank == 0)
+    twins.close()
+
+
+def scenario_failed_alone(rank: Rank) -> None:
+    """What the others have reduced without this rank is so before its next backward."""
+    twins = Twins(rank)
+    twins.step()
+    if rank.rank == 0:
+        twins.step(fails=True)
+    else:
+        twins.models[0](torch.zeros(3, dtype=torch.long, device=rank.device)).sum().backward()
+        twins.drop()
+    twins.step()
+    twins.close()
+
+
+def scenario_first_used_later(rank: Rank) -> None:
+    """By one rank."""
+    twins = Twins(rank)
+    for step in range(5):
+        twins.step(uses_all=step >= 2 and rank.rank == step % 2)
+    twins.close()
+
+
+def scenario_nested(rank: Rank) -> None:
+    """A checkpoint's backward writes first, inside of the one that goes on."""
+    for options in ({"gradient_scale": 0.5}, {"shard": "optimizer"}):
+        for pattern in ([True] * 3, [False, False, True, False]):
+            twins = Twins(rank, **options)
+            for is_checkpointed in pattern:
+                twins.step(is_checkpointed=is_checkpointed)
+            twins.close()
+
+
+@pytest.mark.parametrize(
+    "scenario", [scenario_failed, scenario_failed_alone, scenario_first_used_later, scenario_nested]
+)
+def test_buckets_that_are_reduced_meanwhile(ranks, scenario):
+    ranks.run(scenario, 1)
+
+
+def at_once(*calls: Callable[[], Any]) -> None:
+    """Each on a thread of its own."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> None:
+        barrier.wait()
+        call()
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_what_comes_at_once_is_reduced_once():
+    """By the backward that ends last."""
+    model = nn.Linear(3, 2, bias=False)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    barrier = threading.Barrier(2)
+
+    def wait(_: Tensor) -> None:
+        barrier.wait()
+
+    def run() -> None:
+        x = torch.ones(1, 3, requires_grad=True) * 1
+        x.register_hook(wait)  # until both have written
+        model(x).sum().backward()
+
+    for _ in range(3):
+        at_once(run, run)
+        assert model.weight.grad.eq(1).all()
+        flat.zero_grad()
+    flat.close()
+
+
+def test_one_node_runs_two_backwards():
+    """As reversible networks do: neither is the whole."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+
+    class TwoBackwards(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # [...]
+            ctx.save_for_backward(x)
+            return model[2](model[1](x))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # [...]
+            (x,) = ctx.saved_tensors
+            for layer, value in ((model[2], model[1](x)), (model[1], x)):
+                value = value.detach().requires_grad_()
+                with torch.enable_grad():
+                    torch.autograd.backward(layer(value), grad)
+                grad = value.grad
+            return grad
+
+    x = torch.randn(2, 3)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for _ in range(2):
+        TwoBackwards.apply(model[0](x)).sum().backward()
+        for one, other in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(one.grad, other / 2)
+        flat.zero_grad()
+    flat.close()
