@@ -18,9 +18,13 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Whether no hook comes after te_graph's own: what that has taken, others would miss.
-bool comes_last(const torch::autograd::AutogradMeta& leaf) {
-    return !leaf.post_acc_grad_hooks_ && dynamic_cast<const GradViewHook*>(leaf.hooks_.back().get()) != nullptr;
+// Whether autograd, when it has accumulated a gradient of `leaf` [...], or before it does, calls something that comes
+// after te_graph's own hook: what that has taken, it would miss.
+bool something_follows(const at::Tensor& leaf) {
+    const torch::autograd::AutogradMeta& meta = *autograd_meta_of(leaf);
+    if (meta.post_acc_grad_hooks_ || !dynamic_cast<const GradViewHook*>(meta.hooks_.back().get())) return true;
+    const auto accumulator = impl::try_get_grad_accumulator(leaf);
+    return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
 }
 
 }  // namespace
@@ -37,7 +41,12 @@ FlatGradient::FlatGradient(size_t number, std::string name, const at::Tensor& pa
       backwards_(backwards),
       static_({memory_}) {}
 
-void FlatGradient::attach() { impl::hooks(parameter()).push_back(std::make_unique<GradViewHook>(shared_from_this())); }
+void FlatGradient::attach() {
+    auto& hooks = impl::hooks(parameter());
+    // That of a FlatParameters that is gone.
+    std::erase_if(hooks, [](const auto& hook) { return dynamic_cast<const GradViewHook*>(hook.get()); });
+    hooks.push_back(std::make_unique<GradViewHook>(shared_from_this()));
+}
 
 void FlatGradient::detach() {
     const at::Tensor parameter = this->parameter();
@@ -154,24 +163,37 @@ variable_list FlatGradient::receive(const variable_list& grads) {
     }
     TORCH_CHECK_TYPE(grad.layout() == at::kStrided, "FlatParameters: expected a dense gradient of ", name_,
                      ", got one of layout ", grad.layout(), " (torch.nn.Embedding: sparse=False)");
-    // What is left to AccumulateGrad is fetched at the end of the backward: a gradient with a graph of its own, that
-    // of hooks which come later, and one for a .grad of the user's.
-    const bool is_left = at::GradMode::is_enabled() || parameter.grad().defined() ||
-                         (reset_ && !comes_last(*autograd_meta_of(parameter)));
-    if (!reset_ || is_left) {
-        if (const auto backwards = backwards_.lock()) backwards->note_received(number_, stream());
-        if (is_left) return grads;
-        at::Tensor fresh = renew();
-        fresh.copy_(grad);
-        return {std::move(fresh)};
-    }
-    if (reset_->is_pending.exchange(false)) {
-        memory_.copy_(grad);
-    } else {
-        memory_.add_(grad);
+    // Left to AccumulateGrad are a gradient with a graph of its own, one for a .grad of the user's, and that which
+    // others wait for. For a main_grad it is fetched at the end of the backward.
+    {
+        const std::lock_guard lock(accumulates_);
+        const at::Tensor& there = parameter.grad();
+        const bool is_elsewhere = there.defined() && (reset_ || !is_memory(there));
+        if (at::GradMode::is_enabled() || is_elsewhere || something_follows(parameter)) {
+            if (const auto backwards = backwards_.lock()) backwards->note_received(number_, stream());
+            if (at::GradMode::is_enabled() || there.defined() || reset_) return grads;
+            return {stored(grad)};
+        }
+        if (reset_) {
+            if (reset_->is_pending.exchange(false)) {
+                memory_.copy_(grad);
+            } else {
+                memory_.add_(grad);
+            }
+        } else if (there.defined()) {
+            parameter.mutable_grad().add_(grad);
+        } else {
+            parameter.mutable_grad() = stored(grad);
+        }
     }
     note_accumulated();
     return {at::Tensor()};
+}
+
+at::Tensor FlatGradient::stored(const at::Tensor& grad) {
+    at::Tensor fresh = renew();
+    fresh.copy_(grad);
+    return fresh;
 }
 
 }  // namespace te_graph::flat

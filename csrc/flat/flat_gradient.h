@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "common/grad_view.h"
@@ -52,7 +53,8 @@ public:
 private:
     at::Tensor parameter() const;
     bool is_memory(const at::Tensor& grad) const;
-    int64_t stream() const;  // that the caller launches on
+    at::Tensor stored(const at::Tensor& grad);  // a .grad [...] over the memory, with the values of grad [...]
+    int64_t stream() const;                     // that the caller launches on
 
     const size_t number_;
     const std::string name_;
@@ -62,6 +64,7 @@ private:
     const std::weak_ptr<Backwards> backwards_;
     const graphs::StaticTensors static_;
     graphs::LentStorages lent_;
+    std::mutex accumulates_;  // as AccumulateGrad has one: several backwards may run
 };
 
 }  // namespace te_graph::flat

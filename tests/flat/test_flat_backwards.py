@@ -26,6 +26,7 @@ WORLDS = [
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
 ]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+BF16 = torch.bfloat16
 
 
 class Failing(torch.autograd.Function):
@@ -156,6 +157,25 @@ def at_once(*calls: Callable[[], Any]) -> None:
         thread.join()
 
 
+def both_gradients(dtype: torch.dtype) -> tuple[nn.Module, list[Callable[[], None]], Tensor]:
+    """A model, two backwards, and the sum [n, n] of their gradients, whose bits do not depend on its order."""
+    model = nn.Linear(400, 400, bias=False, dtype=dtype)
+    samples = torch.randn(2, 1, 400, dtype=dtype)
+    grads = [torch.autograd.grad(model(x).square().sum(), model.weight)[0].float() for x in samples]
+    return model, [lambda x=x: model(x).square().sum().backward() for x in samples], grads[0] + grads[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["grad", "main_grad"])
+def test_first_gradients_come_at_once(dtype):
+    model, backwards, expected = both_gradients(dtype)
+    flat = tg.FlatParameters(model)
+    for _ in range(40):
+        at_once(*backwards)
+        assert same_bits(*gradients_of(model), expected)
+        flat.zero_grad()
+    flat.close()
+
+
 def test_what_comes_at_once_is_reduced_once():
     """By the backward that ends last."""
     model = nn.Linear(3, 2, bias=False)
@@ -205,4 +225,35 @@ def test_one_node_runs_two_backwards():
         for one, other in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(one.grad, other / 2)
         flat.zero_grad()
+    flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["grad", "main_grad"])
+def test_hooks_of_the_accumulating_node(dtype):
+    """Those before it see the gradient, those behind it find it in .grad."""
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
+    flat = tg.FlatParameters(model)
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+    seen: list[Tensor] = []
+    node.register_prehook(lambda grads: seen.append(grads[0].clone()))
+    node.register_hook(lambda *_: seen.append(model.weight.grad.clone()))
+    for count in (1, 2):
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        assert len(seen) == 2 * count and all(one.eq(1).all() for one in seen[:2])
+        assert gradients_of(model)[0].eq(count).all()
+    flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["grad", "main_grad"])
+def test_made_anew_where_one_is_gone(dtype):
+    model = nn.Linear(3, 2, dtype=dtype)
+    x = torch.ones(1, 3, dtype=dtype)
+    flat = tg.FlatParameters(model)
+    model(x).sum().backward()
+    del flat
+    with pytest.raises(RuntimeError, match="lies in the buffer of a FlatParameters that is gone: keep it"):
+        model(x).sum().backward()
+    flat = tg.FlatParameters(model)
+    model(x).sum().backward()
+    assert all(grad.eq(2).all() for grad in gradients_of(model))
     flat.close()
