@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.gradient_state import gradient_state
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.flat.layout import Layout
 
 
@@ -102,10 +102,14 @@ class FlatBuffer:
 
     def detach(self) -> None:
         """Leave parameters and gradients where they are, as tensors like any others."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+        for parameter, gradient, memory in zip(self.parameters, self.gradients, self.memories, strict=True):
             gradient.detach()
             state = gradient_state(parameter)
             state.flat_gradient = state.grad_memory = None
+            if self.has_main_grads:
+                delattr(memory, _IS_FLAT)
+                if state.main_grad_reset.is_pending:
+                    memory.zero_()  # files have its values, and not that it was dropped
 
     @torch.no_grad()
     def settle_(self, bucket: int | None = None) -> None:
@@ -156,11 +160,10 @@ class FlatBuffer:
 
     def _take_gradient(self, number: int) -> None:
         parameter, gradient, memory = self.parameters[number], self.gradients[number], self.memories[number]
-        state = gradient_state(parameter)
-        state.flat_gradient, state.grad_memory = gradient, memory
-        before = parameter.grad
+        state, before = gradient_state(parameter), parameter.grad
         if self.has_main_grads:
-            before = getattr(parameter, "main_grad", None) if before is None else before
+            before = _main_grad_that_is_there(parameter) if before is None else before
+            setattr(memory, _IS_FLAT, True)
             parameter.main_grad, parameter.grad = memory, None
             state.main_grad_reset.is_pending = before is None
             if before is not None:
@@ -169,6 +172,19 @@ class FlatBuffer:
             memory.copy_(before)
             parameter.grad = None
             gradient.adopt()
+        state.flat_gradient, state.grad_memory = gradient, memory
+
+
+# An attribute of a main_grad in a flat buffer, which is saved with it: values that come from a file may have been
+# dropped. No file has .grad, either.
+_IS_FLAT = "te_graph_flat"
+
+
+def _main_grad_that_is_there(parameter: Tensor) -> Tensor | None:
+    """The ``main_grad`` of ``parameter`` [...], if it has one and that is its gradient."""
+    main_grad, state = main_grad_of(parameter), gradient_state(parameter)
+    is_from_file = hasattr(main_grad, _IS_FLAT) and main_grad is not state.grad_memory
+    return None if is_from_file or state.main_grad_reset.is_pending else main_grad
 
 
 def gradient_of(parameter: Tensor) -> _C.FlatGradient:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -256,4 +257,25 @@ def test_made_anew_where_one_is_gone(dtype):
     flat = tg.FlatParameters(model)
     model(x).sum().backward()
     assert all(grad.eq(2).all() for grad in gradients_of(model))
+    flat.close()
+
+
+@pytest.mark.parametrize("way", ["closed", "gone", "saved", "saved when closed"])
+def test_a_main_grad_that_was_dropped_stays_so(way):
+    model = nn.Linear(3, 2, dtype=BF16)
+    x = torch.ones(1, 3, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    model(x).sum().backward()
+    flat.zero_grad()
+    if "closed" in way:
+        flat.close()
+    if way.startswith("saved"):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    del flat
+    flat = tg.FlatParameters(model)
+    model(x).sum().backward()
+    assert all(grad.eq(1).all() for grad in gradients_of(model))
     flat.close()
