@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -38,6 +39,11 @@ struct GradViewHook final : torch::autograd::FunctionPreHook {
     explicit GradViewHook(std::shared_ptr<GradView> view) : view(std::move(view)) {}
     torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
         return view->receive(grads);
+    }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+        TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                    "FlatParameters: expected a backward that autograd runs itself, got one under "
+                                    "compiled autograd, which would not know where gradients lie");
     }
     const std::shared_ptr<GradView> view;
 };

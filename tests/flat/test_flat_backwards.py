@@ -279,3 +279,17 @@ def test_a_main_grad_that_was_dropped_stays_so(way):
     model(x).sum().backward()
     assert all(grad.eq(1).all() for grad in gradients_of(model))
     flat.close()
+
+
+def test_compiled_autograd_is_refused():
+    from torch._dynamo import compiled_autograd
+
+    model = nn.Linear(3, 2)
+    flat = tg.FlatParameters(model)
+    loss = model(torch.ones(1, 3)).sum()
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="FlatParameters: expected a backward that autograd runs itself"),
+    ):
+        loss.backward()
+    flat.close()
