@@ -218,8 +218,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
-        self._backwards.finish_failed()
         with self._lock:
+            self.finish_failed_backward()
             self.check_places()
             self._put_reduced_aside()
             if not is_captured(self.buffers[0].data.device):
@@ -229,6 +229,21 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             before_replay(weak_method(self, "_expect_none_reduced"))
             self._reduce(0)
             self._take_reduced()  # nothing has been before the replay
+
+    def check_gradients(self, op: str) -> None:
+        """Called before gradients are read: finishes what a backward has left, and ``expect_reduced``.
+
+        Args:
+            op: who reads them, for the message.
+
+        Raises:
+            RuntimeError: a parameter has moved, or was frozen; as of ``expect_reduced``.
+
+        Stream and capture: launches nothing, unless the last backward has failed: then as of the class.
+        """
+        self.finish_failed_backward()
+        self.check_places()
+        self.expect_reduced(op)
 
     def expect_reduced(self, op: str) -> None:
         """Called before gradients are read; where that is captured, this runs before each replay.
@@ -264,8 +279,9 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
 
-        Stream and capture: launches nothing.
+        Stream and capture: launches nothing, unless the last backward has failed: then as of the class.
         """
+        self.finish_failed_backward()
         for buffer in self.buffers:
             buffer.all_gradients.drop()
 
@@ -299,8 +315,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         Stream and capture: as of the class.
         """
         with self._lock, torch.no_grad(), contextlib.ExitStack() as stack:
-            self.check_places()
-            self.expect_reduced("clip_grad_norm_")
+            self.check_gradients("clip_grad_norm_")
             for buffer in self.buffers:
                 stack.enter_context(buffer.gathered(None, adopts=False))
             filled, counted = (
@@ -381,6 +396,10 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         if self._owns_group and self.peer_group is not None:
             self.peer_group.close()
 
+    def finish_failed_backward(self) -> None:
+        """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all."""
+        self._backwards.finish_failed()
+
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it, or if this is closed."""
         if self._is_closed:
@@ -440,11 +459,15 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                 self._reduce(first)
 
     def _after_failure(self, first: int) -> None:
-        """Called before the next backward or reduction: the last backward has failed, whose buckets were reduced while
-        it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
+        """Called before anything else is done with gradients: the last backward has failed, whose buckets were reduced
+        while it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
         with self._lock:
             are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self.buffers)
-            self._reduce(first, adopts=not are_dropped)
+            _C.set_in_backward(True)  # as it is where ranks have reduced it meanwhile
+            try:
+                self._reduce(first, adopts=not are_dropped)
+            finally:
+                _C.set_in_backward(None)
 
     @torch.no_grad()
     def _reduce(self, first: int, adopts: bool = True) -> None:

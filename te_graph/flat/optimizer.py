@@ -112,8 +112,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.flat.check_places()
-        self.flat.expect_reduced("FlatOptimizer.step")
+        self.flat.check_gradients("FlatOptimizer.step")
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):
@@ -146,6 +145,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         Args:
             set_to_none: False: set those that are there to zero instead; the next step has momentum and decay act.
         """
+        self.flat.finish_failed_backward()
         if set_to_none:
             self._gradients.drop()
             return
@@ -164,8 +164,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
     def own_gradients(self, op: str) -> Iterator[list[Tensor]]:
         """For ``op``: the gradients that are there, [...] each, which may be changed meanwhile; of those in the buffers
         the parts of this rank."""
-        self.flat.check_places()
-        self.flat.expect_reduced(op)
+        self.flat.check_gradients(op)
         self._settle_()
         found = []
         for segment in self._all_segments:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from flat_models import gradients_of
 from ranks import Rank, ranks_of
 from torch import Tensor, nn
@@ -102,6 +103,7 @@ def scenario_failed(rank: Rank) -> None:
     twins = Twins(rank)
     for fails in (False, True, False, True, True, False):
         twins.step(fails, uses_all=not fails or rank.rank == 0)
+        dist.barrier()  # as any collective of the user's
     twins.close()
 
 
