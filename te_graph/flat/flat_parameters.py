@@ -16,10 +16,9 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
-from te_graph.common.replay_checks import before_replay
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.common.weak_method import weak_method
-from te_graph.flat.carried_gradients import CarriedGradients
+from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.checks import (
     check_grad_dtype,
     check_parameters,
@@ -183,15 +182,13 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
         )
         self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
-        self._carried = CarriedGradients(self.buffers)
-        self._buckets = [(buffer, place) for buffer in self.buffers for place in range(len(buffer.layout.buckets))]
+        self._reductions = BucketReductions(self.buffers, self._reduction)
         self._backwards = _C.Backwards(
             begin=weak_method(self, "_before_backward"),
             ready=weak_method(self, "_reduce_ready"),
             end=weak_method(self, "_after_backward"),
             fail=weak_method(self, "_after_failure"),
-            bucket_sizes=[len(buffer.layout.buckets[place].members) for buffer, place in self._buckets],
+            bucket_sizes=self._reductions.bucket_sizes,
         )
         is_first = self.tp_group is None or self.tp_group.rank() == 0
         self._filled = [
@@ -221,14 +218,11 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         with self._lock:
             self.finish_failed_backward()
             self.check_places()
-            self._put_reduced_aside()
-            if not is_captured(self.buffers[0].data.device):
-                self._reduce(0)
-                return
-            self._expect_none_reduced()
-            before_replay(weak_method(self, "_expect_none_reduced"))
-            self._reduce(0)
-            self._take_reduced()  # nothing has been before the replay
+            if is_captured(self.buffers[0].data.device):
+                self._reductions.run_captured()
+            else:
+                self._reductions.prepare()
+                self._reductions.run(0)
 
     def check_gradients(self, op: str) -> None:
         """Called before gradients are read: finishes what a backward has left, and ``expect_reduced``.
@@ -254,14 +248,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         Raises:
             RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
         """
-        if not self._reduction.changes_what_is_alike:
-            return
-        self._carried.expect_none(
-            f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
-            "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
-        )
-        check = weak_method(self, "expect_reduced")
-        before_replay(lambda: check(op))
+        self._reductions.expect_reduced(op)
 
     def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
         """Called when gradients are set to zero, so that what had been reduced is not added to the next ones.
@@ -274,7 +261,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         Stream and capture: a launch on the current stream where something had been reduced and more has come.
         """
-        self._carried.forget(parameters)
+        self._reductions.forget(parameters)
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
@@ -423,32 +410,13 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                     "know which gradients are there: graph the layers, and the function that clips and steps"
                 )
             self.check_places()
-            self._carried.forget_dropped()
-            self._put_reduced_aside()
+            self._reductions.prepare()
             return self._syncs and self.overlap and self._reduction.is_distributed
 
-    def _put_reduced_aside(self) -> None:
-        """Called before more is added to what has been reduced, or it would be reduced again."""
-        if self._take_reduced() and self._reduction.changes_what_is_alike:
-            self._carried.put_aside()
-
-    def _take_reduced(self) -> bool:
-        """Whether there has been a reduction since this was asked last."""
-        return any([buffer.all_gradients.take_reduced() for buffer in self.buffers])
-
-    def _expect_none_reduced(self) -> None:
-        """Called before a captured reduction is replayed, which cannot know what has been reduced."""
-        self._put_reduced_aside()
-        self._carried.expect_none(
-            "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function that "
-            "is captured: call zero_grad() after each, or reduce outside of it"
-        )
-
-    @torch.no_grad()
     def _reduce_ready(self, number: int) -> None:
         """Called within a backward: all gradients of bucket ``number`` have been written, on the current stream."""
-        with self._lock, self._beside():
-            self._reduce_bucket(number)
+        with self._lock:
+            self._reductions.run_one(number)
 
     def _after_backward(self, first: int) -> None:
         """Called when all gradients of a backward have been written; buckets before ``first`` have been reduced."""
@@ -456,7 +424,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             for buffer in self.buffers:
                 buffer.settle_()
             if self._syncs or first > 0:
-                self._reduce(first)
+                self._reductions.run(first)
 
     def _after_failure(self, first: int) -> None:
         """Called before anything else is done with gradients: the last backward has failed, whose buckets were reduced
@@ -465,35 +433,6 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self.buffers)
             _C.set_in_backward(True)  # as it is where ranks have reduced it meanwhile
             try:
-                self._reduce(first, adopts=not are_dropped)
+                self._reductions.run(first, adopts=not are_dropped)
             finally:
                 _C.set_in_backward(None)
-
-    @torch.no_grad()
-    def _reduce(self, first: int, adopts: bool = True) -> None:
-        self._carried.forget_dropped()
-        with self._beside() if first > 0 else contextlib.nullcontext():
-            for number in range(first, len(self._buckets)):
-                self._reduce_bucket(number, adopts)
-        if first > 0 and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for buffer in self.buffers:
-            buffer.all_gradients.note_reduced()
-        self._carried.note_reduced()
-
-    def _reduce_bucket(self, number: int, adopts: bool = True) -> None:
-        buffer, place = self._buckets[number]
-        self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a GPU on a stream of its own, behind what is on the current one by now."""
-        device = self.buffers[0].data.device
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield

@@ -92,8 +92,8 @@ def te_graph(shard: str, mode: str, overlap: bool) -> Callable[[Rank, Model, Ten
             held=held,
             gradients=[one.grads for one in flat.buffers],
             is_countable=mode == "eager",
-            last_bucket=lambda: reduction.run_(buffer, buckets - 1, None),
-            all_buckets=lambda: [reduction.run_(buffer, number, None) for number in range(buckets)],
+            last_bucket=lambda: reduction.run_(buffer, buckets - 1, None, True),
+            all_buckets=lambda: [reduction.run_(buffer, number, None, True) for number in range(buckets)],
             check=check,
             close=lambda: (flat.close(), group.close()),
         )

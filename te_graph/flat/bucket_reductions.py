@@ -1,0 +1,110 @@
+"""Which buckets of flat gradients are reduced when, and that nothing is reduced twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from te_graph.common.replay_checks import before_replay
+from te_graph.common.weak_method import weak_method
+from te_graph.flat.carried_gradients import CarriedGradients
+from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.reduction import Reduction
+
+
+class BucketReductions:
+    """Those of all buckets, in one order.
+
+    Attributes:
+        bucket_sizes: gradients in each bucket.
+    """
+
+    def __init__(self, buffers: Sequence[FlatBuffer], reduction: Reduction) -> None:
+        self._buffers, self._reduction = buffers, reduction
+        self._carried = CarriedGradients(buffers)
+        self._buckets = [(buffer, place) for buffer in buffers for place in range(len(buffer.layout.buckets))]
+        self._stream: torch.cuda.Stream | None = None
+        self.bucket_sizes = [len(buffer.layout.buckets[place].members) for buffer, place in self._buckets]
+
+    def prepare(self) -> None:
+        """Called before more is added to what has been reduced, or it would be reduced again."""
+        self._carried.forget_dropped()
+        if self._take_reduced() and self._reduction.changes_what_is_alike:
+            self._carried.put_aside()
+
+    @torch.no_grad()
+    def run_one(self, number: int) -> None:
+        """Reduce bucket ``number``, whose gradients have been written on the current stream, beside what follows."""
+        with self._beside():
+            self._run_bucket(number)
+
+    @torch.no_grad()
+    def run(self, first: int, adopts: bool = True) -> None:
+        """Reduce the buckets from ``first`` on; those before have been, by ``run_one``.
+
+        Args:
+            adopts: gradients that are missing here, and may not be on other ranks, are there afterwards.
+        """
+        self._carried.forget_dropped()
+        with self._beside() if first > 0 else contextlib.nullcontext():
+            for number in range(first, len(self._buckets)):
+                self._run_bucket(number, adopts)
+        if first > 0 and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for buffer in self._buffers:
+            buffer.all_gradients.note_reduced()
+        self._carried.note_reduced()
+
+    def run_captured(self) -> None:
+        """As ``run``, of all, in a capture: replays raise where something has been reduced before."""
+        self._expect_none_before()
+        before_replay(weak_method(self, "_expect_none_before"))
+        self.run(0)
+        self._take_reduced()  # nothing has been before the replay
+
+    def expect_reduced(self, op: str) -> None:
+        """Raise RuntimeError, in the name of ``op``, if more has come beside what has been reduced; where that is
+        captured, before each replay."""
+        if not self._reduction.changes_what_is_alike:
+            return
+        self._carried.expect_none(
+            f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
+            "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
+        )
+        check = weak_method(self, "expect_reduced")
+        before_replay(lambda: check(op))
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are overwritten: what had been reduced is not added to them."""
+        self._carried.forget(parameters)
+
+    def _take_reduced(self) -> bool:
+        """Whether there has been a reduction since this was asked last."""
+        return any([buffer.all_gradients.take_reduced() for buffer in self._buffers])
+
+    def _expect_none_before(self) -> None:
+        self.prepare()
+        self._carried.expect_none(
+            "FlatParameters.reduce_gradients: expected no gradients from before the last reduction in a function that "
+            "is captured: call zero_grad() after each, or reduce outside of it"
+        )
+
+    def _run_bucket(self, number: int, adopts: bool = True) -> None:
+        buffer, place = self._buckets[number]
+        self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU on a stream of its own, behind what is on the current one by now."""
+        device = self._buffers[0].data.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
