@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 BUCKET_BYTES = 128 << 20
+OVERLAPPED_SMS = 16  # multiprocessors that reductions take from the backward beside them
 
 
 class FlatParameters(Uncopyable, DeferredSync, GradientParts):
@@ -79,7 +80,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             ``.data``, ``.grad``, ``main_grad``.
         process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
             initialized. On all of its ranks the parameters get the values of the first one's.
-        peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None.
+        peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None, of 16 multiprocessors at
+            most with ``overlap``.
         mesh: in place of ``process_group``. Of one dimension: its group. Of two, replicas and shards: gradients are
             reduced over the last dimension by the peer group, whose ranks divide buckets, and these parts over the
             first one by its process group. What is sharded is so over the last dimension, and the same in all replicas.
@@ -167,7 +169,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         named = steps.run("checking arguments", check)
         settings = (
             f"grad_dtype {grad_dtype}, reduce_dtype {self.reduce_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, "
-            f"gradient_scale {gradient_scale}"
+            f"overlap {self.overlap}, gradient_scale {gradient_scale}"
         )
         steps.expect_alike("model", [settings, *described(named)])
         try:
@@ -370,7 +372,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
     def _make_peer_group(self, device: torch.device) -> None:
         if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
-            self.peer_group = PeerGroup(self.process_group, device=device)
+            max_sms = OVERLAPPED_SMS if self.overlap else None
+            self.peer_group = PeerGroup(self.process_group, device=device, max_sms=max_sms)
 
     def _make_buffers(self, named: list[tuple[str, Tensor]], bucket_bytes: int) -> list[FlatBuffer]:
         of_dtypes: dict[torch.dtype, list[tuple[str, Tensor]]] = {}

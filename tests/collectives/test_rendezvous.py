@@ -230,7 +230,7 @@ def test_messages_of_another_attempt_are_refused(world: World) -> None:
 
 def facts() -> dict[str, Any]:
     words = {name: "a" for name in ("on_timeout", "device", "name", "host")}
-    return words | {"wants_peers": True, "needs_tuning": False, "buffer_bytes": 1, "gpu": None}
+    return words | {"wants_peers": True, "needs_tuning": False, "buffer_bytes": 1, "max_sms": None, "gpu": None}
 
 
 def test_answers_of_another_kind_are_named(world: World) -> None:
