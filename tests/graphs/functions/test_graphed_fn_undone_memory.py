@@ -108,6 +108,28 @@ def test_a_refused_call_puts_objects_back(name: str, device: str) -> None:
     assert look_at() == before
 
 
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_view_of_memory_that_is_released(when: str, device: str) -> None:
+    view, total = memoryview(bytearray(b"a")), torch.zeros(3, device=device)
+    if when == "before":
+        view.release()
+
+    def step(fails: bool) -> None:
+        total.add_(1 if view is not None else 0)
+        if fails:
+            view.release()
+            total.sum().item()
+
+    step = graphed(step)
+    for _ in range(4):
+        step(False)
+    assert_bitwise_equal(total, torch.full_like(total, 4))
+    if when == "inside":
+        step(True)
+        with pytest.raises((CaptureError, RuntimeError), match="item"):
+            [step(True) for _ in range(2)]
+
+
 def test_an_expanded_tensor_is_written_by_each_call(device: str) -> None:
     scale, calls = torch.ones(1, device=device).expand(4), torch.zeros(2, device=device)
 

@@ -69,6 +69,8 @@ class ArrayContents:
 
     def restore(self, with_hooks: bool = True) -> None:
         """Put it back."""
+        if isinstance(self._values, memoryview) and not _is_writeable(self._values):
+            return  # released since
         if not _is_of_numpy(self._values):
             _bytes_in(self._values)[:] = self._kept
         elif self._values.flags.writeable and self._values.size == self._kept.size:
@@ -82,10 +84,17 @@ def is_small_array(obj: Any) -> bool:
     if _is_of_numpy(obj):
         return obj.nbytes <= _MAX_BYTES
     if isinstance(obj, memoryview):
-        return not obj.readonly and obj.c_contiguous and obj.nbytes <= _MAX_BYTES
+        return _is_writeable(obj) and obj.nbytes <= _MAX_BYTES
     if isinstance(obj, _OF_CTYPES):
         return obj._objects is None and ctypes.sizeof(obj) <= _MAX_BYTES  # else there are pointers in it
     return isinstance(obj, bytearray | array.array) and len(obj) * getattr(obj, "itemsize", 1) <= _MAX_BYTES
+
+
+def _is_writeable(view: memoryview) -> bool:
+    try:
+        return not view.readonly and view.c_contiguous
+    except ValueError:  # it was released
+        return False
 
 
 def _bytes_in(values: Any) -> Any:
