@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class FunctionEntry:
         graph: None until captured.
         results: nest of the results.
         tensors: those among them.
-        renewals: places of containers that each call makes anew.
+        renewals: what each call makes anew and leaves.
         host_steps: what its ops do on the host before they launch.
         fp8_region: the number of the region around the call.
         checks: what is called before each replay: what ``before_replay`` was given in the capture, and these steps.
@@ -79,7 +79,7 @@ class FunctionEntry:
     def find(self, tensors: ResultTensors, renewals: list[Renewal]) -> None:
         """Let replays find what they need for ``tensors`` and ``renewals``."""
         self.tensors, self.renewals = tensors, renewals
-        self._steps = [*tensors.found_steps, *(renewal.step for renewal in renewals)]
+        self._steps = [*tensors.found_steps, *(step for renewal in renewals for step in renewal.steps)]
 
     def change(self, call: Call) -> str:
         """How ``call`` differs from the one that this entry is for; empty when it does not."""
@@ -91,7 +91,7 @@ class FunctionEntry:
 
     def begin(self, call: Call) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
-        if self.checks:  # which come in between
+        if self.checks and not self.renewals:  # which come in between
             return self.change(call), []
         return self.guard.begin(self.settings, call, self._steps)
 
@@ -110,8 +110,6 @@ class FunctionEntry:
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         tensors = self.tensors
-        if self.renewals:
-            found = self._renewed(found)
         others = None if tensors.is_lent_alone else tensors.found(found)
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
         lent = replay_order.replay(self.graph, tensors.lent)
@@ -119,9 +117,23 @@ class FunctionEntry:
             self.host_steps.finish()
         return self.results.unflatten(lent if others is None else tensors.build(lent, others))
 
-    def _renewed(self, found: list[Any]) -> list[Any]:
-        """Renew what each call makes; return what the results then are of what the guard has ``found``."""
-        count, copies = len(self.tensors.found_steps), dict[int, Any]()
-        for renewal, owner in zip(self.renewals, found[count:], strict=True):
-            renewal.renew(owner, copies)
-        return [copies.get(id(one), one) for one in found[:count]]
+    def settle(self, found: list[Any]) -> None:
+        """Right after the capture: let each of the ``renewals`` see who holds what it has made."""
+        for renewal, owners in self._owners(found):
+            renewal.settle(owners, found)
+
+    def renew(self, found: list[Any]) -> tuple[str, list[Any]]:
+        """Before a replay: renew what each call makes and others hold. Return where that cannot be done, and what the
+        guard has ``found``, or would now."""
+        copies: dict[int, Any] = {}
+        for renewal, owners in self._owners(found):
+            if held := renewal.renew(owners, copies):
+                return held, found
+        return "", [copies.get(id(one), one) for one in found] if copies else found
+
+    def _owners(self, found: list[Any]) -> Iterator[tuple[Renewal, list[Any]]]:
+        start = len(self.tensors.found_steps)
+        for renewal in self.renewals:
+            end = start + len(renewal.steps)
+            yield renewal, found[start:end]
+            start = end

@@ -132,10 +132,22 @@ class GraphedFunction(Inlined):
         return self._replay_nothing(call, change, next(iter(changes), ""))
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
+        if entry.renewals:
+            held, found = entry.renew(found)
+            if held:
+                return self._run_to_make(call, held)
         self._calls_since_replay = 0
         result = entry.replay(call, self._replay_orders[entry.device], found)
         self._replays += 1
         return result
+
+    def _run_to_make(self, call: Call, held: str) -> Any:
+        """A call like one that was captured, which must make anew what is ``held``."""
+        reason = f"{held} is made anew by each call, which a replay cannot do, and others hold what the last one made"
+        if self._on_mismatch == "raise":
+            raise RuntimeError(f"{self._label}: {reason}")
+        self._warn_once(f"{reason} (runs eagerly)")
+        return self._run(call, reason)
 
     def _capture_and_replay(self, first: FunctionEntry, call: Call) -> Any:
         if torch.is_inference_mode_enabled():
@@ -167,6 +179,8 @@ class GraphedFunction(Inlined):
             return self._run(call, f"{change} since capture")
         if change:
             raise RuntimeError(f"{self._label}: {change} during the capture")
+        if entry.renewals:
+            entry.settle(found)
         return self._replay(entry, call, found)
 
     def _replay_nothing(self, call: Call, change: str, change_since_seen: str) -> Any:

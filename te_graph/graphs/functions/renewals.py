@@ -1,75 +1,182 @@
-"""Containers that a function makes anew at each call and leaves somewhere, where its caller may keep them.
+"""Objects that a function makes anew at each call and leaves somewhere, where its caller may keep them.
 
 A guard tells that what is there holds the same as at the capture. So a replay may leave it, unless somebody else holds
-it, too: who keeps what each call has left (``history.append(trainer.last)``) has another object of each. Then a copy
-takes its place.
+it, too: who keeps what each call has left (``history.append(trainer.last)``) has other objects of each. Then copies
+take their places: of all that hang together, as they were made, so that what was one object is one again.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
+import gc
 import itertools
 import operator
 import sys
 import types
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from te_graph import _C
-from te_graph.common.raw_contents import items_of, kind_of, members_of
-from te_graph.graphs.arguments.attributes import attributes_of, instance_dict, slot_of
+from te_graph.common.raw_contents import kind_of
+from te_graph.graphs.arguments.attributes import slot_of
+from te_graph.graphs.functions.made_objects import (
+    can_be_copied,
+    has_state,
+    is_stateless_alone,
+    names_of,
+    part,
+    parts_of,
+    put_part,
+    shell_of,
+)
 from te_graph.graphs.guards.effects.reach import objects_at
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource
 
 _Kind = _C.StepKind
-_KINDS = (list, dict, set, tuple, collections.deque, collections.OrderedDict, collections.defaultdict)
+_LOST = (LookupError, AttributeError, ValueError)  # where a part is gone that no guard compares
 
 
 @dataclass(frozen=True)
-class _Made:
-    """Something that is made at each call, and of its parts, by key, number or name, those that are."""
-
-    parts: list[tuple[Any, _Made]]
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """A place where a function leaves what it has made.
+class _Place:
+    """Where a function leaves what it has made.
 
     Attributes:
         step: of the guard, to the dictionary, list, cell or object that has it.
+        number: of what is left there.
     """
 
     step: int
-    _kind: Any
-    _key: Any
-    _made: _Made
+    kind: Any
+    key: Any
+    number: int
+    name: str
 
-    def renew(self, owner: Any, copies: dict[int, Any]) -> None:
-        """Put a copy there if others than ``owner`` hold what is there. ``copies``: those of this replay, by identity
-        of what was copied."""
-        if _is_held(self._made, self._get, owner) or id(self._get(owner)) in copies:
-            self._put(owner, _copy_of(self._get(owner), self._made, copies))
-
-    def _get(self, owner: Any) -> Any:
-        if self._kind == _Kind.CELL:
+    def get(self, owner: Any) -> Any:
+        if self.kind == _Kind.CELL:
             return owner.cell_contents
-        if self._kind == _Kind.ATTRIBUTE:
-            return slot_of(type(owner), self._key).__get__(owner)
-        return (list if isinstance(owner, list) else dict).__getitem__(owner, self._key)
+        if self.kind == _Kind.ATTRIBUTE:
+            return slot_of(type(owner), self.key).__get__(owner)
+        return kind_of(owner).__getitem__(owner, self.key)
 
-    def _put(self, owner: Any, value: Any) -> None:
-        if self._kind == _Kind.CELL:
+    def put(self, owner: Any, value: Any) -> None:
+        if self.kind == _Kind.CELL:
             owner.cell_contents = value
-        elif self._kind == _Kind.ATTRIBUTE:
-            slot_of(type(owner), self._key).__set__(owner, value)
+        elif self.kind == _Kind.ATTRIBUTE:
+            slot_of(type(owner), self.key).__set__(owner, value)
         else:
-            (list if isinstance(owner, list) else dict).__setitem__(owner, self._key, value)
+            kind_of(owner).__setitem__(owner, self.key, value)
+
+
+@dataclass(eq=False)
+class _Made:
+    """An object that is made at each call.
+
+    Attributes:
+        names: of its attributes, of an object that is nothing else.
+        references: to it from places and others of these.
+        parts: those that are made, too: their keys and numbers.
+    """
+
+    kind: type
+    can_be_copied: bool
+    names: frozenset[str] | None
+    references: int = 0
+    parts: list[tuple[Any, int]] = field(default_factory=list)
+
+
+_OF_LIST = next(map(sys.getrefcount, [object()]))  # what is counted where a list alone holds something
+
+
+class Renewal:
+    """Made objects that hang together, and all places where one of them stands.
+
+    Args:
+        places: by numbers in ``made``.
+        made: each after one that refers to it, or at a place.
+    """
+
+    def __init__(self, places: list[_Place], made: list[_Made]) -> None:
+        self._places, self._made = places, made
+        self.steps = [place.step for place in places]
+        self._can_be_copied = all(one.can_be_copied for one in made)
+        self._counts = [one.references + _OF_LIST for one in made]
+
+    def settle(self, owners: list[Any], found: list[Any]) -> None:
+        """See to it that no reference to what the capture left is taken for another holder's. ``found``: what the guard
+        gives to each replay, ``owners`` those of the places."""
+        try:
+            there, _ = self._there(owners)
+        except _LOST:
+            return
+        self._counts = [
+            count + sum(one is obj for one in found) for count, obj in zip(self._counts, there, strict=True)
+        ]
+        if self._are_held(there):
+            gc.collect()  # the capture may be in cycles
+        # Something else holds them that the function made, or that outlives it; nothing could put a copy there.
+        if self._are_held(there):
+            self._can_be_copied = False
+            self._counts = [*map(sys.getrefcount, there)]
+
+    def renew(self, owners: list[Any], copies: dict[int, Any]) -> str:
+        """Put copies at the places of ``owners`` if others hold what is there, or it hangs together otherwise; return
+        the name of a place if that should be, and cannot. ``copies``: of this replay, by identity."""
+        try:
+            there, is_as_made = self._there(owners)
+        except _LOST:
+            return self._places[0].name
+        if is_as_made and not self._are_held(there):
+            return ""
+        if not self._can_be_copied:
+            return self._places[0].name
+        new: list[Any] = [None] * len(there)
+        for place, owner in zip(self._places, owners, strict=True):
+            place.put(owner, self._copy(place.number, there, new))
+        copies.update((id(old), one) for old, one in zip(there, new, strict=True))
+        return ""
+
+    def _there(self, owners: list[Any]) -> tuple[list[Any], bool]:
+        """What stands for each made object now, and whether one alone does, with the attributes that it was given."""
+        there: list[Any] = [None] * len(self._made)
+        is_as_made = True
+        for place, owner in zip(self._places, owners, strict=True):
+            is_as_made &= _meet(there, place.number, place.get(owner))
+        for number, made in enumerate(self._made):
+            obj = there[number]
+            if type(obj) is not made.kind:
+                raise LookupError
+            for key, other in made.parts:
+                is_as_made &= _meet(there, other, part(obj, key))
+            is_as_made &= made.names is None or names_of(obj) == made.names
+        return there, is_as_made
+
+    def _are_held(self, there: list[Any]) -> bool:
+        """Whether others hold what is ``there``. Of what cannot be copied fewer references than at the capture say that
+        it is another object, made since, of which nothing is known."""
+        differs = operator.gt if self._can_be_copied else operator.ne
+        return any(map(differs, map(sys.getrefcount, there), self._counts))
+
+    def _copy(self, number: int, there: list[Any], new: list[Any]) -> Any:
+        if new[number] is not None:
+            return new[number]
+        obj, made = there[number], self._made[number]
+        if isinstance(obj, tuple):
+            members = list(obj)
+            for key, other in made.parts:
+                members[key] = self._copy(other, there, new)
+            if new[number] is None:  # else one of them leads here
+                new[number] = tuple.__new__(type(obj), members)
+            return new[number]
+        new[number] = shell_of(obj, made.names)
+        for key, other in made.parts:
+            put_part(new[number], key, self._copy(other, there, new))
+        return new[number]
+
+
+def _meet(there: list[Any], number: int, obj: Any) -> bool:
+    if there[number] is None:
+        there[number] = obj
+    return there[number] is obj
 
 
 def objects_of(sources: list[GuardedSource]) -> dict[int, Any]:
@@ -77,7 +184,7 @@ def objects_of(sources: list[GuardedSource]) -> dict[int, Any]:
     parents = (source.parent.obj for source in sources if source.parent is not None)  # dictionaries of attributes
     found = {id(obj): obj for obj in itertools.chain(parents, (obj for _, obj in objects_at(sources)))}
     owners = [obj for obj in found.values() if isinstance(obj, dict | list)]
-    return found | {id(part): part for owner in owners for _, part in _parts_of(owner) if _can_be_copied(part)}
+    return found | {id(one): one for owner in owners for _, one in parts_of(owner) if has_state(one)}
 
 
 def renewals(
@@ -85,22 +192,51 @@ def renewals(
 ) -> list[Renewal]:
     """What a run has made and left at ``sources``. ``known``: what ``objects_of`` found before it. ``step_of`` tells
     the step of the guard that leads to a source."""
-    return [
-        Renewal(step_of(owner), kind, key, made)
-        for owner, kind, key, obj in itertools.chain.from_iterable(map(_places, sources))
-        if id(owner.obj) in known and (made := _made_of(obj, known, set())) is not None
-    ]
+    groups: list[tuple[dict[int, Any], list[tuple[Any, ...]]]] = []  # objects by identity, and their places
+    for owner, *place, obj in itertools.chain.from_iterable(map(_places, sources)):
+        if id(owner.obj) not in known or not (reached := _reached(obj, known)):
+            continue
+        places = [(step_of(owner), *place, obj)]
+        apart = []
+        for others, theirs in groups:
+            if reached.keys().isdisjoint(others):
+                apart.append((others, theirs))
+            else:
+                reached, places = others | reached, theirs + places
+        groups = [*apart, (reached, places)]
+    return [_renewal(reached, places) for reached, places in groups]
 
 
-def _places(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, Any]]:
-    """Where code can put something else: the owner, kind and key of ``source``, and of members of a container that is
-    compared as a whole, and what is there."""
+def _renewal(reached: dict[int, Any], places: list[tuple[Any, ...]]) -> Renewal:
+    numbers: dict[int, int] = {}
+    order: list[Any] = []
+
+    def number_of(obj: Any) -> int:
+        if id(obj) not in numbers:
+            numbers[id(obj)] = len(order)
+            order.append(obj)
+        return numbers[id(obj)]
+
+    at = [_Place(step, kind, key, number_of(obj), name) for step, kind, key, name, obj in places]
+    made = []
+    for obj in order:  # which grows meanwhile
+        one = _Made(type(obj), can_be_copied(obj), names_of(obj))
+        one.parts = [(key, number_of(other)) for key, other in parts_of(obj) if id(other) in reached]
+        made.append(one)
+    for number in itertools.chain((place.number for place in at), (n for one in made for _, n in one.parts)):
+        made[number].references += 1
+    return Renewal(at, made)
+
+
+def _places(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, str, Any]]:
+    """Where code can put something else: the owner, kind, key and name of ``source``, and of members of a container
+    that is compared as a whole, and what is there."""
     if _is_place(source):
         key = source.index if source.kind == _Kind.POSITION else source.key
-        yield source.parent, source.kind, key, source.obj
+        yield source.parent, source.kind, key, source.name, source.obj
     if source.value is not None and isinstance(source.obj, list | dict):
         kind = _Kind.POSITION if isinstance(source.obj, list) else _Kind.ITEM
-        yield from ((source, kind, key, part) for key, part in _parts_of(source.obj))
+        yield from ((source, kind, key, source.name, one) for key, one in parts_of(source.obj))
 
 
 def _is_place(source: GuardedSource) -> bool:
@@ -113,68 +249,20 @@ def _is_place(source: GuardedSource) -> bool:
     return kind in kinds and isinstance(owner, kinds[kind])
 
 
-def _made_of(obj: Any, known: Container[int], seen: set[int]) -> _Made | None:
-    """None where ``obj`` is ``known`` from before, or nothing that can be copied."""
-    if id(obj) in known or id(obj) in seen or not _can_be_copied(obj):
-        return None
-    seen.add(id(obj))
-    made = ((key, _made_of(part, known, seen)) for key, part in _parts_of(obj))
-    parts = [(key, one) for key, one in made if one is not None]
-    return _Made(parts) if parts or not isinstance(obj, tuple) else None
+def _reached(obj: Any, known: Container[int]) -> dict[int, Any]:
+    """What has a state, is not ``known`` from before and is reached from ``obj``, by identity."""
+    found: dict[int, Any] = {}
+    stack = [obj]
+    while stack:
+        one = stack.pop()
+        if id(one) not in known and id(one) not in found and has_state(one):
+            found[id(one)] = one
+            stack += (other for _, other in parts_of(one))
+    while idle := [key for key, one in found.items() if is_stateless_alone(one) and not _leads_to(one, found)]:
+        for key in idle:
+            del found[key]
+    return found
 
 
-def _can_be_copied(obj: Any) -> bool:
-    """Whether ``obj`` is a container of Python's own, or of a dataclass that is nothing else."""
-    kind = type(obj)
-    if kind in _KINDS or not dataclasses.is_dataclass(kind):
-        return kind in _KINDS
-    return kind.__new__ is object.__new__ and kind_of(obj) is None and not isinstance(obj, type | nn.Module)
-
-
-def _parts_of(obj: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(obj, dict):
-        yield from items_of(obj)
-    elif isinstance(obj, list | tuple | collections.deque):
-        yield from enumerate(members_of(obj))
-    elif not isinstance(obj, set):
-        yield from attributes_of(obj).items()
-
-
-def _part(obj: Any, key: Any) -> Any:
-    return obj[key] if type(obj) in _KINDS else attributes_of(obj)[key]
-
-
-def _references(get: Callable[..., Any], *where: Any) -> int:
-    found = get(*where)
-    return sys.getrefcount(found)
-
-
-_OF_ONE = _references(operator.getitem, [[]], 0)  # to what one container alone holds
-
-
-def _is_held(made: _Made, get: Callable[..., Any], *where: Any) -> bool:
-    """Whether others hold what ``get`` finds ``where`` a function has left it, or a part of it that is made with it."""
-    return _references(get, *where) > _OF_ONE or any(
-        _is_held(part, _part, get(*where), key) for key, part in made.parts
-    )
-
-
-def _copy_of(obj: Any, made: _Made, copies: dict[int, Any]) -> Any:
-    if id(obj) in copies:
-        return copies[id(obj)]
-    parts = {key: _copy_of(_part(obj, key), part, copies) for key, part in made.parts}
-    if isinstance(obj, tuple):
-        new = tuple(parts.get(number, member) for number, member in enumerate(obj))
-    elif type(obj) in _KINDS:
-        new = copy.copy(obj)
-        for key, part in parts.items():
-            new[key] = part
-    else:
-        new = object.__new__(type(obj))
-        for name, value in {**attributes_of(obj), **parts}.items():
-            if (slot := slot_of(type(obj), name)) is not None:
-                slot.__set__(new, value)
-            else:
-                instance_dict(new)[name] = value
-    copies[id(obj)] = new
-    return new
+def _leads_to(obj: Any, found: Container[int]) -> bool:
+    return any(id(one) in found for _, one in parts_of(obj))

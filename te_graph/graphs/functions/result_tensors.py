@@ -70,8 +70,8 @@ class ResultTensors:
         self.is_lent_alone = not self.found_results and not self.made and self.order == [*range(len(self.lent))]
 
     def found(self, objects: list[Any]) -> list[Any]:
-        """Those of ``found_results``, where the guard's steps have found ``objects``."""
-        return [source.get(one) for source, one in zip(self.found_results, objects, strict=True)]
+        """Those of ``found_results``, where the guard's steps have found ``objects``, and perhaps more."""
+        return [source.get(one) for source, one in zip(self.found_results, objects, strict=False)]
 
     def build(self, lent: list[Tensor], found: list[Any]) -> list[Any]:
         """The results, from what a replay has left in ``lent`` [...] each, and what was ``found`` before it."""
