@@ -161,6 +161,17 @@ TAKERS = {
     "of the module": (f"{_HANDLER}logging.root.addHandler(H())", "logging.warning('called')", "H of logger root"),
     "a filter": (f"{_FILTER}log.addFilter(F())", "log.info('called')", "F of"),
     "a filter of a handler": (f"{_FILTER}log.handlers[-1].addFilter(F())", "log.info('called')", "F of"),
+    "a method": (f"{_FILTER}log.addFilter(F().filter)", "log.info('called')", "method of"),
+    "a partial": (
+        f"{_FILTER}import functools\nlog.addFilter(functools.partial(F.filter, F()))",
+        "log.info('called')",
+        "partial of",
+    ),
+    "a partial of a method": (
+        f"{_FILTER}import functools\nlog.addFilter(functools.partial(F().filter))",
+        "log.info('called')",
+        "partial of",
+    ),
 }
 
 

@@ -3,6 +3,7 @@ project's own takes the records that it logs."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from collections.abc import Callable, Iterator, Set
@@ -63,10 +64,13 @@ def _takers(logger: logging.Logger) -> Iterator[Any]:
 
 
 def _has_run(taker: Any, names: Names) -> bool:
-    """Whether code of the project's in the class of ``taker``, or a function, was seen to run. Handlers of packages
-    show what is logged, or keep it for a test."""
+    """Whether code of the project's was seen to run in the class of ``taker``, or in the function that it is or calls.
+    Handlers of packages show what is logged, or keep it for a test."""
+    while isinstance(taker, functools.partial):
+        taker = taker.func
+    function = taker.__func__ if isinstance(taker, types.MethodType) else taker
     members = (member for kind in type(taker).__mro__ for member in vars(kind).values())
-    functions = (taker,) if isinstance(taker, types.FunctionType) else filter(names.has_run, members)
+    functions = (function,) if isinstance(function, types.FunctionType) else filter(names.has_run, members)
     codes = (code for function in functions for code in codes_of(function))
     return any(id(code) in names.ran and is_project_file(code.co_filename) for code in codes)
 
