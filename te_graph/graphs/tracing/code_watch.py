@@ -34,6 +34,7 @@ from te_graph.graphs.tracing.system_draws import (
     CODE_OF_SEED,
     FROM_SEED,
     StateWatch,
+    called_through,
     is_draw_beside,
     is_of_state,
     unseen_draw,
@@ -177,10 +178,11 @@ class CodeWatch:
 
     def _note_call(self, function: Any, frame: types.FrameType, first: Any = None) -> None:
         """Of a call of what Python code did not write, by the function of ``frame``, with ``first`` as an argument."""
-        if (name := unseen_draw(function, first)) is not None:
+        called, given = called_through(function, first)
+        if (name := unseen_draw(called, given)) is not None:
             self._note_draw(name, frame)
-        if is_of_state(function) and not self._is_aside(frame):
-            self.states.see(function, first)
+        if is_of_state(called) and not self._is_aside(frame):
+            self.states.see(called, given)
         if type(function) is types.FunctionType or id(function) in self._known_calls:
             return
         is_function = is_of_extension(function)

@@ -6,6 +6,8 @@ code may have put back since, and states that code sets to what they are by chan
 from __future__ import annotations
 
 import dis
+import functools
+import itertools
 import os
 import random
 import sys
@@ -25,11 +27,21 @@ _CODE_OF_BITS = random.SystemRandom.getrandbits.__code__  # which NumPy calls, f
 _OF_SYSTEM = frozenset(id(vars(os)[name]) for name in ("urandom", "getrandom") if hasattr(os, name))
 _SEED_OF_TORCH = torch.Generator.seed
 _READERS = frozenset({"getstate", "get_state", "graphsafe_get_state"})
-_SETTERS = frozenset({"seed", "manual_seed", "setstate", "set_state", "set_offset", "graphsafe_set_state"})
-_OF_STATES = _READERS | _SETTERS
+_PUT_BACK = frozenset({"setstate", "set_state", "graphsafe_set_state"})
+_OF_STATES = _READERS | _PUT_BACK | {"seed", "manual_seed", "set_offset"}
+_CALLERS = (map, itertools.starmap)  # they call what they are given from C, where nothing watches
 _WITH_OWNER = (types.BuiltinFunctionType, types.MethodType)
 # What these draw are names of files and modules, and names of what they keep in memory.
 _BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
+
+
+def called_through(function: Any, first: Any) -> tuple[Any, Any]:
+    """What C code calls where ``function`` is about to be called with ``first`` as an argument, and its first one."""
+    if any(function is caller for caller in _CALLERS):
+        function, first = first, None
+    while type(function) is functools.partial:
+        function, first = function.func, next(iter(function.args), first)
+    return function, first
 
 
 def unseen_draw(function: Any, first: Any) -> str | None:
@@ -56,15 +68,17 @@ def is_of_state(function: Any) -> bool:
 
 
 class StateWatch:
-    """Notes of which generators code sets the state, but where it has read it before, and may put it back.
-
-    Attributes:
-        set_: these generators, by identity.
-    """
+    """Notes of which generators code sets the state, but where it has read it and puts a state back in the end."""
 
     def __init__(self) -> None:
-        self.set_: dict[int, Any] = {}
+        self._set: dict[int, Any] = {}
         self._read: dict[int, Any] = {}
+        self._set_since: dict[int, Any] = {}
+
+    @property
+    def set_(self) -> dict[int, Any]:
+        """These generators, by identity."""
+        return self._set | self._set_since
 
     def see(self, function: Any, first: Any) -> None:
         """That ``function``, of which ``is_of_state`` is true, is about to be called with ``first`` as an argument."""
@@ -75,7 +89,11 @@ class StateWatch:
         if function.__name__ in _READERS:
             self._read[id(generator)] = generator
         elif id(generator) not in self._read:
-            self.set_[id(generator)] = generator
+            self._set[id(generator)] = generator
+        elif function.__name__ in _PUT_BACK:
+            self._set_since.pop(id(generator), None)
+        else:
+            self._set_since[id(generator)] = generator
 
 
 def is_draw_beside(frame: types.FrameType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -35,6 +36,19 @@ SETS: dict[str, tuple[Callable[[], Any], str]] = {
     "RandomState.set_state": (lambda: held.numpy.set_state(STATES["held.numpy"]), r".*held\.numpy"),
     "Generator.manual_seed": (lambda: held.torch.manual_seed(0), r".*held\.torch"),
     "Generator.set_state": (lambda: held.torch.set_state(STATES["held.torch"]), r".*held\.torch"),
+    "seed after a look": (lambda: (random.getstate(), random.seed(0)), "Python's random module"),
+    "np.random.seed after a look": (lambda: (np.random.get_state(), np.random.seed(0)), r"numpy\.random"),
+    "manual_seed after a look": (lambda: (held.torch.get_state(), held.torch.manual_seed(0)), r".*held\.torch"),
+    "seed after it was put back": (
+        lambda: (_kept(held.torch.get_state, lambda: None, held.torch.set_state), held.torch.manual_seed(0)),
+        r".*held\.torch",
+    ),
+    "through a partial": (lambda: functools.partial(held.torch.manual_seed, 0)(), r".*held\.torch"),
+    "through a partial of its class": (
+        lambda: functools.partial(torch.Generator.manual_seed, held.torch, 0)(),
+        r".*held\.torch",
+    ),
+    "through a map": (lambda: list(map(held.torch.manual_seed, [0])), r".*held\.torch"),
 }
 
 
