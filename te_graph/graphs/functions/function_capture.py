@@ -113,7 +113,7 @@ def _run_to_see(call: Call, walker: SourceWalker) -> tuple[Any, str | None]:
 
 def capture(
     first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any
-) -> FunctionEntry | Exception:
+) -> FunctionEntry | BaseException:
     """Capture the function, without effect on tensors; return the entry that replays it. Where the function raises an
     exception of its own, which it may do in eager execution, too, all is as before, and that is returned.
 
@@ -134,8 +134,8 @@ def capture(
             attempt = _Attempt(label, call, walker, device)
             with explained(label, "the capture", Notes()):
                 graph, checks, entry = _capture(attempt, first, backend, pool)
-    except Exception as error:
-        if not _is_own(error):
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or not _is_own(error):
             raise
         return error.with_traceback(None)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -147,7 +147,7 @@ def capture(
     return entry
 
 
-def _is_own(error: Exception) -> bool:
+def _is_own(error: BaseException) -> bool:
     """Whether the code of a function raised ``error``: not te_graph, whose modes call operators."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return not isinstance(error, CaptureError) and not frame.f_code.co_filename.startswith(PACKAGE)

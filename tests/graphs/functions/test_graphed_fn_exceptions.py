@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 class Stop(Exception):
+    pass
+
+
+class Halt(BaseException):
     pass
 
 
@@ -48,8 +53,14 @@ def _raise(run: Run) -> None:
     raise Stop
 
 
-FAILURES: dict[str, tuple[Callable[[Run], Any], type[Exception]]] = {
+def _halt(run: Run) -> None:
+    raise Halt
+
+
+FAILURES: dict[str, tuple[Callable[[Run], Any], type[BaseException]]] = {
     "its own": (_raise, Stop),
+    "its own, no Exception": (_halt, Halt),
+    "exit": (lambda run: sys.exit(1), SystemExit),
     "of a dictionary": (lambda run: run.table["missing"], KeyError),
     "of a number": (lambda run: 1 // len(run.table), ZeroDivisionError),
     "of Python's library": (lambda run: statistics.mean([]), statistics.StatisticsError),
