@@ -142,8 +142,11 @@ class GraphedFunction(Inlined):
         return result
 
     def _run_to_make(self, call: Call, held: str) -> Any:
-        """A call like one that was captured, which must make anew what is ``held``."""
-        reason = f"{held} is made anew by each call, which a replay cannot do, and others hold what the last one made"
+        """A call like one that was captured, which must leave something else where others have what is ``held``."""
+        reason = (
+            f"{held} gets from each call what a replay cannot put there, something new where others hold the last one, "
+            "or an argument"
+        )
         if self._on_mismatch == "raise":
             raise RuntimeError(f"{self._label}: {reason}")
         self._warn_once(f"{reason} (runs eagerly)")

@@ -7,13 +7,15 @@ take their places: of all that hang together, as they were made, so that what wa
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import operator
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from te_graph import _C
@@ -80,8 +82,16 @@ class _Made:
     kind: type
     can_be_copied: bool
     names: frozenset[str] | None
-    references: int = 0
-    parts: list[tuple[Any, int]] = field(default_factory=list)
+    references: int
+    parts: list[tuple[Any, int]]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is, or lies in, an argument: at the ``path`` of keys from where a ``step`` of the guard leads."""
+
+    step: int
+    path: tuple[Any, ...]
 
 
 _OF_LIST = next(map(sys.getrefcount, [object()]))  # what is counted where a list alone holds something
@@ -91,36 +101,41 @@ class Renewal:
     """Made objects that hang together, and all places where one of them stands.
 
     Args:
-        places: by numbers in ``made``.
+        places: by numbers in ``made`` and, behind these, ``given``.
         made: each after one that refers to it, or at a place.
+        given: what they refer to, or what is at places, of the arguments.
     """
 
-    def __init__(self, places: list[_Place], made: list[_Made]) -> None:
-        self._places, self._made = places, made
-        self.steps = [place.step for place in places]
-        self._can_be_copied = all(one.can_be_copied for one in made)
+    def __init__(self, places: list[_Place], made: list[_Made], given: list[_Given]) -> None:
+        self._places, self._made, self._given = places, made, given
+        self.steps = [one.step for one in (*places, *given)]
+        # At a place where an argument is, the function may have found it.
+        self._can_be_copied = all(place.number < len(made) for place in places) and all(
+            one.can_be_copied for one in made
+        )
         self._counts = [one.references + _OF_LIST for one in made]
 
     def settle(self, owners: list[Any], found: list[Any]) -> None:
         """See to it that no reference to what the capture left is taken for another holder's. ``found``: what the guard
-        gives to each replay, ``owners`` those of the places."""
+        gives to each replay, ``owners`` what is at ``steps``."""
         try:
             there, _ = self._there(owners)
         except _LOST:
             return
         self._counts = [
-            count + sum(one is obj for one in found) for count, obj in zip(self._counts, there, strict=True)
+            count + sum(one is obj for one in found) for count, obj in zip(self._counts, there, strict=False)
         ]
         if self._are_held(there):
             gc.collect()  # the capture may be in cycles
         # Something else holds them that the function made, or that outlives it; nothing could put a copy there.
         if self._are_held(there):
             self._can_be_copied = False
-            self._counts = [*map(sys.getrefcount, there)]
+            self._counts = [*map(sys.getrefcount, there)][: len(self._made)]
 
     def renew(self, owners: list[Any], copies: dict[int, Any]) -> str:
-        """Put copies at the places of ``owners`` if others hold what is there, or it hangs together otherwise; return
-        the name of a place if that should be, and cannot. ``copies``: of this replay, by identity."""
+        """Put copies at the places if others hold what is there, or it hangs together otherwise; return the name of a
+        place if that should be, and cannot. ``owners``: what is at ``steps``; ``copies``: of this replay, by identity.
+        """
         try:
             there, is_as_made = self._there(owners)
         except _LOST:
@@ -129,17 +144,19 @@ class Renewal:
             return ""
         if not self._can_be_copied:
             return self._places[0].name
-        new: list[Any] = [None] * len(there)
-        for place, owner in zip(self._places, owners, strict=True):
+        new: list[Any] = [*itertools.repeat(None, len(self._made)), *there[len(self._made) :]]
+        for place, owner in zip(self._places, owners, strict=False):
             place.put(owner, self._copy(place.number, there, new))
         copies.update((id(old), one) for old, one in zip(there, new, strict=True))
         return ""
 
     def _there(self, owners: list[Any]) -> tuple[list[Any], bool]:
-        """What stands for each made object now, and whether one alone does, with the attributes that it was given."""
+        """What stands for each object now, and whether one alone does, with the attributes that it was given."""
         there: list[Any] = [None] * len(self._made)
+        for given, root in zip(self._given, owners[len(self._places) :], strict=True):
+            there.append(functools.reduce(part, given.path, root))
         is_as_made = True
-        for place, owner in zip(self._places, owners, strict=True):
+        for place, owner in zip(self._places, owners, strict=False):
             is_as_made &= _meet(there, place.number, place.get(owner))
         for number, made in enumerate(self._made):
             obj = there[number]
@@ -190,11 +207,16 @@ def objects_of(sources: list[GuardedSource]) -> dict[int, Any]:
 def renewals(
     known: Container[int], sources: list[GuardedSource], step_of: Callable[[GuardedSource], int]
 ) -> list[Renewal]:
-    """What a run has made and left at ``sources``. ``known``: what ``objects_of`` found before it. ``step_of`` tells
-    the step of the guard that leads to a source."""
+    """What a run has made, or was given, and left at ``sources``. ``known``: what ``objects_of`` found before it.
+    ``step_of`` tells the step of the guard that leads to a source."""
+    given = {key: _Given(step_of(source), path) for key, (source, path) in _given_at(sources).items()}
     groups: list[tuple[dict[int, Any], list[tuple[Any, ...]]]] = []  # objects by identity, and their places
     for owner, *place, obj in itertools.chain.from_iterable(map(_places, sources)):
-        if id(owner.obj) not in known or not (reached := _reached(obj, known)):
+        if id(owner.obj) not in known or owner.is_ephemeral:
+            continue
+        reached = _reached(obj, known, given)
+        # Where both are sources the guard compares them.
+        if not reached and (id(obj) not in given or (owner.value is None and not given[id(obj)].path)):
             continue
         places = [(step_of(owner), *place, obj)]
         apart = []
@@ -204,28 +226,41 @@ def renewals(
             else:
                 reached, places = others | reached, theirs + places
         groups = [*apart, (reached, places)]
-    return [_renewal(reached, places) for reached, places in groups]
+    return [_renewal(reached, places, given) for reached, places in groups]
 
 
-def _renewal(reached: dict[int, Any], places: list[tuple[Any, ...]]) -> Renewal:
-    numbers: dict[int, int] = {}
-    order: list[Any] = []
+def _given_at(sources: list[GuardedSource]) -> dict[int, tuple[GuardedSource, tuple[Any, ...]]]:
+    """Of what has a state and is among the arguments, by identity, where."""
+    found: dict[int, tuple[GuardedSource, tuple[Any, ...]]] = {}
+    for source in sources:
+        stack = [(source.obj, ())] if source.is_ephemeral and not source.is_end else []
+        while stack:
+            obj, path = stack.pop()
+            if id(obj) not in found and has_state(obj):
+                found[id(obj)] = source, path
+                if source.value is not None:  # else its parts are sources
+                    stack += ((one, (*path, key)) for key, one in parts_of(obj))
+    return found
 
-    def number_of(obj: Any) -> int:
-        if id(obj) not in numbers:
-            numbers[id(obj)] = len(order)
-            order.append(obj)
-        return numbers[id(obj)]
 
-    at = [_Place(step, kind, key, number_of(obj), name) for step, kind, key, name, obj in places]
-    made = []
-    for obj in order:  # which grows meanwhile
-        one = _Made(type(obj), can_be_copied(obj), names_of(obj))
-        one.parts = [(key, number_of(other)) for key, other in parts_of(obj) if id(other) in reached]
-        made.append(one)
-    for number in itertools.chain((place.number for place in at), (n for one in made for _, n in one.parts)):
-        made[number].references += 1
-    return Renewal(at, made)
+def _renewal(reached: dict[int, Any], places: list[tuple[Any, ...]], given: dict[int, _Given]) -> Renewal:
+    parts = [[(key, id(one)) for key, one in parts_of(obj)] for obj in reached.values()]
+    met = itertools.chain((id(obj) for *_, obj in places), (other for row in parts for _, other in row))
+    uses = [other for other in met if other in reached or other in given]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys((*reached, *uses)))}
+    references = Counter(uses)
+    made = [
+        _Made(
+            kind=type(obj),
+            can_be_copied=can_be_copied(obj),
+            names=names_of(obj),
+            references=references[key],
+            parts=[(name, numbers[other]) for name, other in row if other in numbers],
+        )
+        for (key, obj), row in zip(reached.items(), parts, strict=True)
+    ]
+    at = [_Place(step, kind, key, numbers[id(obj)], name) for step, kind, key, name, obj in places]
+    return Renewal(at, made, [given[key] for key in numbers if key not in reached])
 
 
 def _places(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, str, Any]]:
@@ -249,7 +284,7 @@ def _is_place(source: GuardedSource) -> bool:
     return kind in kinds and isinstance(owner, kinds[kind])
 
 
-def _reached(obj: Any, known: Container[int]) -> dict[int, Any]:
+def _reached(obj: Any, known: Container[int], given: Container[int]) -> dict[int, Any]:
     """What has a state, is not ``known`` from before and is reached from ``obj``, by identity."""
     found: dict[int, Any] = {}
     stack = [obj]
@@ -258,11 +293,11 @@ def _reached(obj: Any, known: Container[int]) -> dict[int, Any]:
         if id(one) not in known and id(one) not in found and has_state(one):
             found[id(one)] = one
             stack += (other for _, other in parts_of(one))
-    while idle := [key for key, one in found.items() if is_stateless_alone(one) and not _leads_to(one, found)]:
+    while idle := [key for key, one in found.items() if is_stateless_alone(one) and not _leads_to(one, found, given)]:
         for key in idle:
             del found[key]
     return found
 
 
-def _leads_to(obj: Any, found: Container[int]) -> bool:
-    return any(id(one) in found for _, one in parts_of(obj))
+def _leads_to(obj: Any, *among: Container[int]) -> bool:
+    return any(id(one) in objects for _, one in parts_of(obj) for objects in among)

@@ -365,7 +365,7 @@ def test_what_cannot_be_copied_and_is_kept_is_made_by_the_function(name: str, on
     assert counts(replayed)[1] == 3
     kept = [owner.last]
     if on_mismatch == "raise":
-        with pytest.raises(RuntimeError, match=r"owner\.last is made anew by each call.* and others hold"):
+        with pytest.raises(RuntimeError, match=r"owner\.last gets from each call.* where others hold the last"):
             replayed()
         return
     for _ in range(3):
@@ -380,3 +380,49 @@ def test_what_cannot_be_copied_and_is_kept_is_made_by_the_function(name: str, on
     before = counts(replayed)[1]
     replayed()
     assert counts(replayed)[1] == before + 1
+
+
+KEEPS: dict[str, tuple[Callable[[Any, Any], None], Callable[[Any], Any]]] = {
+    "in a list": (lambda o, one: o.history.__setitem__(0, one), lambda o: o.history[0]["rate"]),
+    "in a dictionary": (lambda o, one: o.table.__setitem__("last", one), lambda o: o.table["last"]["rate"]),
+    "a part": (lambda o, one: setattr(o, "last", one["groups"]), lambda o: o.last[0]),
+    "in a new dictionary": (lambda o, one: setattr(o, "last", {"one": one}), lambda o: o.last["one"]["rate"]),
+    "in a tuple": (lambda o, one: setattr(o, "last", (one, 1)), lambda o: o.last[0]["rate"]),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_an_argument_that_it_keeps_in_something_is_that_of_this_call(name: str, device: str) -> None:
+    keep, get = KEEPS[name]
+    owner, total = Open(), torch.zeros(3, device=device)
+    owner.history, owner.table, owner.last = [None], {"last": None}, None
+
+    def step(options: dict[str, Any]) -> None:
+        total.add_(options["rate"])
+        keep(owner, options)
+
+    replayed = graphed(step)
+    for number in range(6):
+        options = {"rate": 1.0, "groups": [1.0]}
+        replayed(options)
+        if number == 3 and ("new" in name or "tuple" in name):
+            assert counts(replayed)[1] == 3
+        if number >= 3:
+            options["rate"] = options["groups"][0] = float(number)
+            assert get(owner) == number
+    assert_bitwise_equal(total, torch.full_like(total, 6))
+
+
+def test_lists_and_dictionaries_of_arguments(device: str) -> None:
+    owner, total = Open(), torch.zeros(3, device=device)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        total.add_(kwargs["rate"])
+        owner.args, owner.kwargs = args, kwargs
+
+    replayed = graphed(step)
+    for _ in range(6):
+        one, other = [0], [0]
+        replayed(one, rate=1.0, option=other)
+        assert owner.args[0] is one
+        assert owner.kwargs["option"] is other
