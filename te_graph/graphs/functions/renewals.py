@@ -13,7 +13,7 @@ import itertools
 import operator
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -200,8 +200,38 @@ def objects_of(sources: list[GuardedSource]) -> dict[int, Any]:
     """What is at ``sources``, on the way there, and in what code may change there at present, by identity."""
     parents = (source.parent.obj for source in sources if source.parent is not None)  # dictionaries of attributes
     found = {id(obj): obj for obj in itertools.chain(parents, (obj for _, obj in objects_at(sources)))}
-    owners = [obj for obj in found.values() if isinstance(obj, dict | list)]
+    owners = [obj for obj in found.values() if isinstance(obj, dict | list | deque)]
     return found | {id(one): one for owner in owners for _, one in parts_of(owner) if has_state(one)}
+
+
+class Positions:
+    """At which places among ``sources`` there are objects with a state.
+
+    Args:
+        sources: references to the objects are kept until this object goes.
+    """
+
+    def __init__(self, sources: list[GuardedSource]) -> None:
+        self._known = objects_of(sources)
+        self._there = {
+            (id(owner.obj), kind, key): obj
+            for owner, kind, key, _, obj in itertools.chain.from_iterable(map(places_at, sources))
+            if has_state(obj)
+        }
+
+    @property
+    def known(self) -> dict[int, Any]:
+        """``objects_of`` the sources."""
+        return self._known
+
+    def moved(self, sources: list[GuardedSource]) -> str:
+        """The name of a place at ``sources`` where another of these objects is by now, but for arguments."""
+        given = _given_at(sources)
+        for owner, kind, key, name, obj in itertools.chain.from_iterable(map(places_at, sources)):
+            before = self._there.get((id(owner.obj), kind, key), obj)
+            if before is not obj and id(obj) in self._known and id(obj) not in given and has_state(obj):
+                return name
+        return ""
 
 
 def renewals(
@@ -211,7 +241,7 @@ def renewals(
     ``step_of`` tells the step of the guard that leads to a source."""
     given = {key: _Given(step_of(source), path) for key, (source, path) in _given_at(sources).items()}
     groups: list[tuple[dict[int, Any], list[tuple[Any, ...]]]] = []  # objects by identity, and their places
-    for owner, *place, obj in itertools.chain.from_iterable(map(_places, sources)):
+    for owner, *place, obj in itertools.chain.from_iterable(map(places_at, sources)):
         if id(owner.obj) not in known or owner.is_ephemeral:
             continue
         reached = _reached(obj, known, given)
@@ -263,14 +293,14 @@ def _renewal(reached: dict[int, Any], places: list[tuple[Any, ...]], given: dict
     return Renewal(at, made, [given[key] for key in numbers if key not in reached])
 
 
-def _places(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, str, Any]]:
+def places_at(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, str, Any]]:
     """Where code can put something else: the owner, kind, key and name of ``source``, and of members of a container
     that is compared as a whole, and what is there."""
     if _is_place(source):
         key = source.index if source.kind == _Kind.POSITION else source.key
         yield source.parent, source.kind, key, source.name, source.obj
-    if source.value is not None and isinstance(source.obj, list | dict):
-        kind = _Kind.POSITION if isinstance(source.obj, list) else _Kind.ITEM
+    if source.value is not None and isinstance(source.obj, list | dict | deque):
+        kind = _Kind.ITEM if isinstance(source.obj, dict) else _Kind.POSITION
         yield from ((source, kind, key, source.name, one) for key, one in parts_of(source.obj))
 
 

@@ -83,8 +83,7 @@ class FunctionGuard:
         if source.is_end and not source.is_grad:
             return
         if source.value is not None:
-            is_again = source.value.is_mutable and source.again is not None
-            if is_again and (self._tells_apart or _is_kept_argument(source)):
+            if source.value.is_mutable and source.again is not None:
                 guard.expect_same(step, self._steps[id(source.again)])
             at = (
                 guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, source.is_ephemeral)
@@ -135,12 +134,6 @@ def _matters(grad: GuardedSource, asked: set[int] | None) -> bool:
     """Whether the gradient at a source may be asked for while it is not used."""
     owner = grad.parent.obj
     return asked is None or id(owner) in asked or (bool(asked) and owner.requires_grad)
-
-
-def _is_kept_argument(source: GuardedSource) -> bool:
-    """Whether what is at ``source`` again is first met where another object may be at each call, such as an argument:
-    the function may have put it there, as a replay does not."""
-    return source.again.is_ephemeral and not source.is_ephemeral
 
 
 def _moved(sources: list[GuardedSource], asked: set[int] | None) -> set[int]:
