@@ -125,7 +125,9 @@ def capture(
     label, device = first.label, first.device
     others = sorted(str(other) for other in first.devices if other not in (CPU, device))
     if others or device.type not in ("cpu", "cuda"):
-        raise CaptureError(f"{label}: expected tensors on the CPU or one GPU, got some on {device} {' '.join(others)}")
+        advice = ", as forward-mode derivatives make them: compute these outside" if "meta" in others else ""
+        got = f"{device} {' '.join(others)}{advice}"
+        raise CaptureError(f"{label}: expected tensors on the CPU or one GPU, got some on {got}")
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()

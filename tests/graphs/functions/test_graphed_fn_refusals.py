@@ -403,3 +403,15 @@ def test_a_refused_capture_puts_back_what_a_dictionary_with_its_own_get_held() -
     with pytest.raises(CaptureError, match="scale"):
         function(x)
     assert table["scale"] == 2.0
+
+
+def test_forward_mode_derivatives_are_named(device: str) -> None:
+    x, total = torch.ones(3, device=device), torch.zeros(3, device=device)
+
+    def step() -> None:
+        total.add_(torch.func.jvp(lambda a: a * 2, (x,), (x,))[1])
+
+    step = graphed(step)
+    step()
+    with pytest.raises(CaptureError, match="meta, as forward-mode derivatives make them"):
+        step()
