@@ -37,6 +37,14 @@ def handle() -> Iterator[Callable[[Callable[..., Any]], None]]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's handler, also where the tests run in the background of a shell, which has interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Signalled(nn.Linear):
     """Gets signals in the middle of its forward."""
 
@@ -138,6 +146,7 @@ def test_an_error_of_a_handler_comes_after_the_capture(device: str, handle: Call
     assert counts(model) == (1, 0, 0)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_comes_at_once(device: str, handle: Callable) -> None:
     model, x = Signalled(4, 4).to(device), torch.ones(3, 4, device=device)
     arrived: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,16 @@ SETS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SETS)
+UNSEEN = frozenset(case for case in SETS if case.startswith(("np.", "RandomState", "through")))
+CASES = [
+    pytest.param(case, marks=pytest.mark.skipif(sys.version_info < (3, 12), reason="called from C: not seen before"))
+    if case in UNSEEN
+    else case
+    for case in SETS
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_state_that_a_function_sets_is_refused(case: str) -> None:
     set_state, name = SETS[case]
     total = torch.zeros(3)
@@ -68,7 +78,7 @@ def test_a_state_that_a_function_sets_is_refused(case: str) -> None:
             begin()
 
 
-@pytest.mark.parametrize("case", SETS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_state_that_a_callable_sets_is_refused(case: str) -> None:
     set_state, name = SETS[case]
 
