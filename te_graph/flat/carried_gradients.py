@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_graph.common.gradient_state import gradient_state
 from te_graph.common.own_objects import OwnObject
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.layout import Bucket
@@ -15,7 +16,7 @@ from te_graph.flat.layout import Bucket
 
 class CarriedGradients(OwnObject):
     """Lie aside from the beginning of a backward that adds to them on, until what it and others have added is reduced;
-    then they are added to that. In their places is -0.0, which changes no sum."""
+    then they are added to that. In their places, and between those aside, is -0.0, which changes no sum."""
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
         self._buffers = buffers
@@ -35,23 +36,32 @@ class CarriedGradients(OwnObject):
     def put_aside(self) -> None:
         """Called before more is added to what has been reduced."""
         for buffer in self._buffers:
-            missing, elsewhere = set(buffer.all_gradients.missing()), dict(buffer.all_gradients.elsewhere())
-            reduced = {
-                number: elsewhere.get(number, memory)
-                for number, memory in enumerate(buffer.memories)
-                if number not in missing and (number not in elsewhere or elsewhere[number] in self._reduced_elsewhere)
-            }
+            reduced = self._reduced(buffer)
             if not reduced:
                 continue
-            values = torch.zeros_like(buffer.grads)
+            values = torch.full_like(buffer.grads, -0.0)
             parts = {
                 number: values.as_strided(grad.shape, buffer.memories[number].stride(), buffer.layout.offsets[number])
                 for number, grad in reduced.items()
             }
             torch._foreach_copy_(list(parts.values()), list(reduced.values()))
-            torch._foreach_zero_(list(reduced.values()))
-            torch._foreach_neg_(list(reduced.values()))
+            _fill_with_negative_zeros_(list(reduced.values()))
             self._aside[buffer] = values, parts
+
+    def _reduced(self, buffer: FlatBuffer) -> dict[int, Tensor]:
+        """By number, the gradients [...] that have been."""
+        if buffer.has_main_grads:  # what lies in .grad beside it has come since
+            return {
+                number: memory
+                for number, (parameter, memory) in enumerate(zip(buffer.parameters, buffer.memories, strict=True))
+                if not gradient_state(parameter).main_grad_reset.is_pending
+            }
+        missing, elsewhere = set(buffer.all_gradients.missing()), dict(buffer.all_gradients.elsewhere())
+        return {
+            number: elsewhere.get(number, memory)
+            for number, memory in enumerate(buffer.memories)
+            if number not in missing and (number not in elsewhere or elsewhere[number] in self._reduced_elsewhere)
+        }
 
     def forget_dropped(self) -> None:
         """Called before anything is written where a gradient was dropped, and before a reduction."""
@@ -71,7 +81,7 @@ class CarriedGradients(OwnObject):
         if not parts:
             del self._aside[buffer]
         elif forgotten:
-            torch._foreach_zero_(forgotten)
+            _fill_with_negative_zeros_(forgotten)
 
     def expect_none(self, message: str) -> None:
         """Raise RuntimeError with ``message`` if there are some."""
@@ -80,5 +90,10 @@ class CarriedGradients(OwnObject):
             raise RuntimeError(message)
 
     def of(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor | None:
-        """Those of ``bucket`` of ``buffer``, [end - begin], zeros between; None: there are none."""
+        """Those of ``bucket`` of ``buffer``, [end - begin], -0.0 between; None: there are none."""
         return self._aside[buffer][0][bucket.begin : bucket.end] if buffer in self._aside else None
+
+
+def _fill_with_negative_zeros_(tensors: list[Tensor]) -> None:  # [...] each
+    torch._foreach_zero_(tensors)
+    torch._foreach_neg_(tensors)
