@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import pathlib
 import tempfile
 
@@ -26,6 +27,7 @@ def main() -> int:
         print(generate(arguments.show))
         return 0
     torch.set_num_threads(1)
+    logging.getLogger("te_graph").setLevel(logging.ERROR)
     first, end = map(int, arguments.seeds.split(":"))
     with tempfile.TemporaryDirectory() as folder, deterministic():
         ranks = Ranks("cpu", arguments.ranks, pathlib.Path(folder))

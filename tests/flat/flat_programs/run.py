@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import traceback
 import warnings
@@ -23,7 +22,6 @@ class ProgramError(Exception):
 
 
 def run_program(rank: Rank, program: Program) -> None:
-    logging.getLogger("te_graph").setLevel(logging.ERROR)
     step: Step | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
