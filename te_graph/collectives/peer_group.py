@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.collectives.options import check_options, check_timeout, device_of
+from te_graph.collectives.peer_facts import check_alike, parse_facts
 from te_graph.collectives.rendezvous import Rendezvous, expect_none
 from te_graph.collectives.tuning import Tuning, apply, blocks_within, is_known, tune
 from te_graph.common.environment import switch
@@ -287,8 +288,8 @@ class PeerGroup:
     def _set_up(self, tune: bool | None) -> tuple[Any, bool]:
         """The group's handle, and whether thresholds have to be measured."""
         rendezvous = self._rendezvous
-        facts = rendezvous.step("looking for peers", lambda: self._facts(tune), _parse_facts)
-        _check_alike(facts)
+        facts = rendezvous.step("looking for peers", lambda: self._facts(tune), parse_facts)
+        check_alike(facts)
         if self.world_size == 1:
             return _C.GroupHandle.local(self.name, self.device), False
         handles: list[Any] = []
@@ -392,38 +393,10 @@ def _boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-_FACTS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("on_timeout", "device", "name", "host"), (str,)),
-    **dict.fromkeys(("wants_peers", "needs_tuning"), (bool,)),
-    "buffer_bytes": (int,),
-    "max_sms": (int, type(None)),
-    "gpu": (str, type(None)),
-}
-
-
-def _parse_facts(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != _FACTS.keys():
-        raise ValueError(f"expected {', '.join(sorted(_FACTS))}, got {str(value)[:100]}")
-    for name, kinds in _FACTS.items():
-        if type(value[name]) not in kinds:
-            raise ValueError(f"expected {name} of type {kinds[0].__name__}, got {str(value[name])[:100]}")
-    return value
-
-
 def _parse_reason(value: Any) -> str | None:
     if not isinstance(value, str | None):
         raise ValueError(f"expected a reason or nothing, got {str(value)[:100]}")
     return value
-
-
-def _check_alike(facts: list[dict[str, Any]]) -> None:
-    for what in ("buffer_bytes", "on_timeout", "max_sms", "device", "name"):
-        for rank, fact in enumerate(facts):
-            if fact[what] != facts[0][what]:
-                raise RuntimeError(
-                    f"PeerGroup: expected the same {what} on all ranks, got {facts[0][what]} on rank 0 and "
-                    f"{fact[what]} on rank {rank}"
-                )
 
 
 def _why_not_peers(facts: list[dict[str, Any]]) -> str | None:

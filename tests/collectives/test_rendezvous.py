@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from te_graph.collectives import rendezvous
-from te_graph.collectives.peer_group import _parse_facts
+from te_graph.collectives.peer_facts import parse_facts
 from te_graph.collectives.rendezvous import MAX_BYTES, Rendezvous
 
 RENDEZVOUS_TIMEOUT = 20.0
@@ -234,11 +234,11 @@ def facts() -> dict[str, Any]:
 
 
 def test_answers_of_another_kind_are_named(world: World) -> None:
-    assert _parse_facts(facts()) == facts()
+    assert parse_facts(facts()) == facts()
     odd = [*({**facts(), name: value} for name in facts() for value in ([], 1.5, {}) if name), {}, [], None, "facts"]
     for value in odd:
         with pytest.raises(ValueError, match="expected"):
-            _parse_facts(value)
+            parse_facts(value)
     errors = world.run(
         *(
             lambda rank=rank: world.attempt(rank).step("telling", lambda: "zz" if rank else "00", bytes.fromhex)
@@ -262,10 +262,10 @@ def test_random_bytes_are_named_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         given = bytes(data) if chance.random() < 0.8 else chance.randbytes(chance.randrange(200))
         world.store.set("te_graph/topic/1/1/1", given)
         try:
-            found = world.attempt(0).step("telling", facts, _parse_facts)
+            found = world.attempt(0).step("telling", facts, parse_facts)
         except RuntimeError as error:
             assert str(error).startswith("PeerGroup: rank 1 "), given
             refused += 1
         else:
-            assert _parse_facts(json.loads(given)["value"]) == found[1]
+            assert parse_facts(json.loads(given)["value"]) == found[1]
     assert refused > 500
