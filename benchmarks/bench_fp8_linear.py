@@ -7,8 +7,8 @@ torch in bf16, TransformerEngine, torchao, and te_graph's casts with torch._scal
 
 Eight layers are called in one region, one after another on the same values, and times are those of one layer; a call is
 that of a later micro-batch: weights have been cast, gradients are added to those that are there. Results and gradients
-of each variant are compared with a layer in float64 before it is timed: in FP8 the relative error may be 0.1. Host time
-is that of a step while the device is idle, variants in turn; device time that between events around many. Memory is
+of each variant are compared with a layer in float64 before it is timed: in FP8 the relative error may be 0.1. Variants
+take turns: host time is that of a step while the device is idle, device time that between events around many. Memory is
 what layers have allocated once they have been called, workspaces that a package keeps with it. A complete run is
 kept as results/fp8_linear.json, a part of it only where --out says. Exit status: 0 measured, 1 something failed or is
 far from float64, 2 bad input.
@@ -24,7 +24,7 @@ import torch
 from cases.fp8.linears import SHAPES, SMALL, VARIANTS, Calls, Problem
 from lib.harness import Benchmark, Measurements, choose_variants, describe
 from lib.targets import at_most
-from lib.timing import Sampling, time_device, time_in_turn
+from lib.timing import Sampling, time_device_in_turn, time_in_turn
 from lib.units import micro
 from lib.variants import import_packages
 from torch.nn import functional as F
@@ -94,17 +94,19 @@ def measure(shapes: Sequence[str], variants: Sequence[str], device: str, seed: i
                 failures.append({"shape": name, "variant": variant, "error": describe(error)})
         if not steps:
             continue
-        host = time_in_turn([step for each in steps.values() for step in each], device, sampling)
-        for (variant, each), seconds in zip(steps.items(), zip(host[::2], host[1::2], strict=True), strict=True):
-            times = [time_device(step, one, device, sampling) for step, one in zip(each, seconds, strict=True)]
+        timed = [step for each in steps.values() for step in each]
+        host = time_in_turn(timed, device, sampling)
+        times = time_device_in_turn(timed, host, device, sampling)
+        for number, variant in enumerate(steps):
+            forward, both = 2 * number, 2 * number + 1
             rows.append(
                 {
                     "shape": name,
                     "variant": variant,
-                    "host_forward_us": micro(seconds[0] / LAYERS),
-                    "host_both_us": micro(seconds[1] / LAYERS),
-                    "device_forward_us": micro(times[0] / LAYERS),
-                    "device_both_us": micro(times[1] / LAYERS),
+                    "host_forward_us": micro(host[forward] / LAYERS),
+                    "host_both_us": micro(host[both] / LAYERS),
+                    "device_forward_us": micro(times[forward] / LAYERS),
+                    "device_both_us": micro(times[both] / LAYERS),
                     **facts[variant],
                     "equal_to_eager": True,
                 }

@@ -138,15 +138,30 @@ def time_device(
         sampling: How long to measure.
         prepare: Called before each repeat, outside the time.
     """
+    return time_device_in_turn([step], [host_seconds], device, sampling, prepare)[0]
+
+
+def time_device_in_turn(
+    steps: Sequence[Callable[[], Any]],
+    host_seconds: Sequence[float],
+    device: str,
+    sampling: Sampling,
+    prepare: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """The same of several, which take turns: a device that grows warm and slows down does so for all."""
     if device == "cpu":
-        return host_seconds
+        return list(host_seconds)
 
-    def repeat(calls: int) -> float:
+    def repeat(step: Callable[[], Any], seconds: float, calls: int) -> float:
         prepare()
-        return _elapsed(step, calls, host_seconds)
+        return _elapsed(step, calls, seconds)
 
-    calls = max(1, min(int(QUEUED_SECONDS / host_seconds), math.ceil(sampling.seconds / repeat(1))))
-    return statistics.median(repeat(calls) for _ in range(sampling.repeats))
+    def calls_of(step: Callable[[], Any], seconds: float) -> int:
+        return max(1, min(int(QUEUED_SECONDS / seconds), math.ceil(sampling.seconds / repeat(step, seconds, 1))))
+
+    timed = [(step, seconds, calls_of(step, seconds)) for step, seconds in zip(steps, host_seconds, strict=True)]
+    times = [[repeat(*each) for each in timed] for _ in range(sampling.repeats)]
+    return [statistics.median(found) for found in zip(*times, strict=True)]
 
 
 def _elapsed(step: Callable[[], Any], calls: int, host_seconds: float) -> float:

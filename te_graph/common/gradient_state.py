@@ -71,6 +71,12 @@ def flat_of(parameter: Tensor) -> Any:
     return None if state is None or state.flat is None else state.flat()
 
 
+def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
+    """Let what comes on the current stream wait for those of ``parameters`` [...] that are being gathered."""
+    for flat in {flat_of(parameter) for parameter in parameters} - {None}:
+        flat.wait_for_parameters()
+
+
 def expect_whole_gradients(op: str, parameters: Iterable[Tensor], advice: str) -> None:
     """Raise RuntimeError in ``op``, which reads ``.grad`` of ``parameters`` [...], if one of them is flat and has its
     gradient elsewhere or in part, with ``advice``."""

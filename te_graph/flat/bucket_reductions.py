@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.reduction import Reduction
+from te_graph.flat.side_stream import SideStream
 
 
 class BucketReductions:
@@ -22,11 +23,10 @@ class BucketReductions:
         bucket_sizes: gradients in each bucket.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], reduction: Reduction) -> None:
-        self._buffers, self._reduction = buffers, reduction
+    def __init__(self, buffers: Sequence[FlatBuffer], reduction: Reduction, side: SideStream) -> None:
+        self._buffers, self._reduction, self._side = buffers, reduction, side
         self._carried = CarriedGradients(buffers)
         self._buckets = [(buffer, place) for buffer in buffers for place in range(len(buffer.layout.buckets))]
-        self._stream: torch.cuda.Stream | None = None
         self.bucket_sizes = [len(buffer.layout.buckets[place].members) for buffer, place in self._buckets]
 
     def prepare(self) -> None:
@@ -38,7 +38,7 @@ class BucketReductions:
     @torch.no_grad()
     def run_one(self, number: int) -> None:
         """Reduce bucket ``number``, whose gradients have been written on the current stream, beside what follows."""
-        with self._beside():
+        with self._side.behind_current():
             self._run_bucket(number)
 
     @torch.no_grad()
@@ -49,11 +49,11 @@ class BucketReductions:
             adopts: gradients that are missing here, and may not be on other ranks, are there afterwards.
         """
         self._carried.forget_dropped()
-        with self._beside() if first > 0 else contextlib.nullcontext():
+        with self._side.behind_current() if first > 0 else contextlib.nullcontext():
             for number in range(first, len(self._buckets)):
                 self._run_bucket(number, adopts)
-        if first > 0 and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if first > 0:
+            self._side.join()
         for buffer in self._buffers:
             buffer.all_gradients.note_reduced()
         self._carried.note_reduced()
@@ -95,16 +95,3 @@ class BucketReductions:
     def _run_bucket(self, number: int, adopts: bool = True) -> None:
         buffer, place = self._buckets[number]
         self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
-
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a GPU on a stream of its own, behind what is on the current one by now."""
-        device = self._buffers[0].data.device
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield

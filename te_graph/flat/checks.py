@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_state import flat_of, main_grad_of
 from te_graph.common.parameter_marks import is_split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 SHARDS = ("none", "optimizer")
 _GRADIENTS_LIVE = (
@@ -61,8 +63,11 @@ def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtyp
 
     Raises:
         ValueError, TypeError: what is expected of the first one that cannot, and what it is.
+        RuntimeError: a capture is under way.
     """
     first_name, first = named[0]
+    if is_captured(first.device):
+        raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
     for name, parameter in named:
         _check_kind(name, parameter)
         if parameter.device != first.device:
@@ -134,6 +139,37 @@ def check_shard(shard: str) -> None:
         raise ValueError(f"FlatParameters: expected shard to be one of {SHARDS}, got {shard!r}")
 
 
+def check_overlap_gather(modules: Any, shard: str, named: Sequence[tuple[str, Tensor]]) -> dict[str, nn.Module]:
+    """The ``modules`` that are to wait for their parameters, by what tells them apart on all ranks.
+
+    Raises:
+        TypeError, ValueError: they are none, have none of ``named`` parameters [...], or nothing is gathered.
+    """
+    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+        raise TypeError(
+            f"FlatParameters: expected overlap_gather to be modules in a list, got {type(modules).__name__}"
+        )
+    names = {id(parameter): name for name, parameter in named}
+    found = {}
+    for number, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"FlatParameters: expected overlap_gather to be modules, got {type(module).__name__} as number {number}"
+            )
+        own = [names[id(parameter)] for parameter in module.parameters() if id(parameter) in names]
+        if not own:
+            raise ValueError(
+                "FlatParameters: expected modules in overlap_gather to have parameters that are to be flat, got "
+                f"{type(module).__name__} without one as number {number}"
+            )
+        found[f"overlap_gather {number} of {len(own)} from {own[0]} to {own[-1]}"] = module
+    if found and shard == "none":
+        raise ValueError(
+            "FlatParameters: expected shard='optimizer' with overlap_gather, got 'none': nothing is gathered then"
+        )
+    return found
+
+
 def check_reduce_dtype(reduce_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> None:
     """Raise ValueError unless gradients of ``grad_dtype`` can be sent as ``reduce_dtype``; None: as they are."""
     if reduce_dtype in (None, grad_dtype) or (grad_dtype, reduce_dtype) == (torch.float32, torch.bfloat16):
@@ -151,6 +187,14 @@ def check_grad_dtype(grad_dtype: torch.dtype, process_group: ProcessGroup | None
         raise ValueError(
             "FlatParameters: expected grad_dtype to be torch.float32, torch.float16 or torch.bfloat16 on several "
             f"ranks, got {grad_dtype}"
+        )
+
+
+def check_mesh(mesh: DeviceMesh | None, device: torch.device) -> None:
+    """Raise ValueError unless ``mesh``, if there is one, is of the kind of ``device``, where parameters are."""
+    if mesh is not None and mesh.device_type != device.type:
+        raise ValueError(
+            f"FlatParameters: expected mesh to be of the parameters' device, {device.type}, got {mesh.device_type}"
         )
 
 

@@ -21,6 +21,8 @@ from te_graph.common.weak_method import weak_method
 from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.checks import (
     check_grad_dtype,
+    check_mesh,
+    check_overlap_gather,
     check_parameters,
     check_reduce_dtype,
     check_shard,
@@ -28,14 +30,16 @@ from te_graph.flat.checks import (
     described,
     named_parameters,
 )
-from te_graph.flat.counted_ranges import counted_ranges
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
 from te_graph.flat.groups import Groups, tensor_parallel_group
 from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
+from te_graph.flat.own_ranges import OwnRanges
+from te_graph.flat.parameter_gather import ParameterGather
 from te_graph.flat.reduction import Reduction
+from te_graph.flat.side_stream import SideStream
 from te_graph.graphs.capture.exports import move_exported_results
 
 if TYPE_CHECKING:
@@ -97,6 +101,10 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             that reduces on; by then it is known how often each is accumulated. A backward that accumulates one more
             often than those before is an error. Buckets from the first one on with a parameter that was never used
             wait for the end.
+        overlap_gather: modules, in the order in which the forward calls them, such as the layers of a model. Their
+            parameters, which other ranks have stepped, are gathered while the caller goes on, and each of them waits
+            for its own when it is called, saved or loaded. Nothing else does, so these are read in their forwards
+            alone, or after ``wait_for_parameters()``. Those of no module here are there when ``step()`` returns.
         tp_group: a ``PeerGroup`` or a process group over whose ranks parameters are split that are marked so, as
             Megatron-LM, TransformerEngine and ``te_graph.Linear`` do it: ``parameter.tensor_model_parallel = True``.
             Norms of gradients are taken over it; what is not marked, which all its ranks have, counts once. So does
@@ -139,41 +147,39 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         shard: str = "none",
         gradient_scale: float = 1.0,
         overlap: bool = True,
+        overlap_gather: Iterable[nn.Module] = (),
         tp_group: PeerGroup | ProcessGroup | None = None,
     ) -> None:
         groups = Groups.of(process_group, peer_group, mesh)
         self.process_group, self.replica_group, self.peer_group = groups
+        self.process_group, self.replica_group, self.peer_group = groups
         self._owns_group = peer_group is None
         steps = JointSteps(groups.reduced_over)
 
-        def check() -> list[tuple[str, Tensor]]:
+        def check() -> tuple[list[tuple[str, Tensor]], dict[str, nn.Module]]:
             named = named_parameters(module_or_params)
             check_shard(shard)
+            modules = check_overlap_gather(overlap_gather, shard, named)
             check_grad_dtype(grad_dtype, self.process_group)
             check_parameters(named, grad_dtype)
             check_reduce_dtype(reduce_dtype, grad_dtype)
-            if is_captured(named[0][1].device):
-                raise RuntimeError("FlatParameters: expected to be made before a capture, not inside of one")
-            if mesh is not None and mesh.device_type != named[0][1].device.type:
-                raise ValueError(
-                    f"FlatParameters: expected mesh to be of the parameters' device, {named[0][1].device.type}, got "
-                    f"{mesh.device_type}"
-                )
+            check_mesh(mesh, named[0][1].device)
             self.tp_group = tensor_parallel_group(tp_group)
             check_tp_group(named, self.tp_group, groups.reduced_over)
             self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
             self.reduce_dtype = grad_dtype if reduce_dtype is None else reduce_dtype
             self.overlap = bool(overlap)
-            return named
+            return named, modules
 
-        named = steps.run("checking arguments", check)
+        named, modules = steps.run("checking arguments", check)
         settings = (
             f"grad_dtype {grad_dtype}, reduce_dtype {self.reduce_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, "
             f"overlap {self.overlap}, gradient_scale {gradient_scale}"
         )
-        steps.expect_alike("model", [settings, *described(named)])
+        steps.expect_alike("model", [settings, *described(named), *modules])
+        device = named[0][1].device
         try:
-            steps.run("making a PeerGroup", lambda: self._make_peer_group(named[0][1].device))
+            steps.run("making a PeerGroup", lambda: self._make_peer_group(device))
             self.buffers = steps.run("allocating buffers", lambda: self._make_buffers(named, bucket_bytes))
         except Exception:
             self._close_group()  # on all ranks, for all raise
@@ -184,7 +190,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
         )
         self._lock = threading.RLock()
-        self._reductions = BucketReductions(self.buffers, self._reduction)
+        side = SideStream(device)
+        self._reductions = BucketReductions(self.buffers, self._reduction, side)
         self._backwards = _C.Backwards(
             begin=weak_method(self, "_before_backward"),
             ready=weak_method(self, "_reduce_ready"),
@@ -192,12 +199,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             fail=weak_method(self, "_after_failure"),
             bucket_sizes=self._reductions.bucket_sizes,
         )
-        is_first = self.tp_group is None or self.tp_group.rank() == 0
-        self._filled = [
-            [run for begin, end in self.own_parts(one) for run in one.layout.filled(begin, end)] or [(0, 0)]
-            for one in self.buffers
-        ]
-        self._counted = [counted_ranges(one, self.own_parts(one), is_first) for one in self.buffers]
+        self._own_ranges = OwnRanges(self.buffers, list(map(self.own_parts, self.buffers)), self.tp_group)
         first = 0
         for buffer in self.buffers:
             buffer.attach(self._backwards, first)
@@ -206,6 +208,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                 gradient_state(parameter).flat = weakref.ref(self)
             self._reduction.broadcast_(buffer.data)
             buffer.all_gradients.note_parameters_written()
+        self._gather = ParameterGather(self.buffers, self._reduction, list(modules.values()), side)
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no
@@ -218,6 +221,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
         with self._lock:
+            self.wait_for_parameters()
             self.finish_failed_backward()
             self.check_places()
             if is_captured(self.buffers[0].data.device):
@@ -237,6 +241,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         Stream and capture: launches nothing, unless the last backward has failed: then as of the class.
         """
+        self.wait_for_parameters()
         self.finish_failed_backward()
         self.check_places()
         self.expect_reduced(op)
@@ -307,15 +312,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             self.check_gradients("clip_grad_norm_")
             for buffer in self.buffers:
                 stack.enter_context(buffer.gathered(None, adopts=False))
-            filled, counted = (
-                [
-                    buffer.grads[begin:end]
-                    for buffer, ranges in zip(self.buffers, each, strict=True)
-                    for begin, end in ranges
-                ]
-                for each in (self._filled, self._counted)
-            )
-            yield OwnGradients(filled, counted, self.parting_groups)
+            yield OwnGradients(self._own_ranges.filled(), self._own_ranges.counted(), self.parting_groups)
 
     @property
     def sharding_group(self) -> ProcessGroup | None:
@@ -341,11 +338,21 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
     def gather_parameters(self) -> None:
         """Get from each rank the parameters that it has stepped; for optimizers other than ``optimizer``'s.
 
-        Stream and capture: all-gathers on the current stream; none where nothing is sharded.
+        Stream and capture: all-gathers on the current stream; none where nothing is sharded. With ``overlap_gather``
+            on a stream beside it, but in a capture.
         """
-        for buffer in self.buffers:
-            self._reduction.gather_(buffer)
-            buffer.all_gradients.note_parameters_written()
+        self._gather.run_()
+
+    def wait_for_parameters(self) -> None:
+        """Let what comes on the current stream wait for parameters that are being gathered, by ``overlap_gather``:
+        before they are read elsewhere than in the forwards of its modules.
+
+        Raises:
+            RuntimeError: other code than ``graphed`` captures: its replays would not wait.
+
+        Stream and capture: does not synchronize; in a capture by ``graphed``, each replay waits before it begins.
+        """
+        self._gather.wait()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters [...], in the order in which they lie: the reverse of the model's."""
@@ -357,6 +364,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         All ranks call it, for it closes a ``peer_group`` of its own.
         """
+        self._gather.close()
         for buffer in self.buffers:
             buffer.detach()
             for parameter in buffer.parameters:
@@ -413,6 +421,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                     "know which gradients are there: graph the layers, and the function that clips and steps"
                 )
             self.check_places()
+            self.wait_for_parameters()  # of modules that were not called: no two collectives at once
             self._reductions.prepare()
             return self._syncs and self.overlap and self._reduction.is_distributed
 

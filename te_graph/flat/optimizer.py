@@ -217,6 +217,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("FlatOptimizer.load_state_dict: expected groups of as many parameters as there are here")
+        self.flat.wait_for_parameters()
         keys = {
             id(parameter): key
             for group, given in zip(self.param_groups, groups, strict=True)
@@ -265,6 +266,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
 
         Stream and capture: allocates.
         """
+        self.flat.wait_for_parameters()
         for segment in self._copied:
             segment.read_parameter()
 

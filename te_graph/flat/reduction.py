@@ -64,11 +64,11 @@ class Reduction:
             return [(0, buffer.layout.numel)]
         return [bucket.part(self.group.rank, self.group.world_size) for bucket in buffer.layout.buckets]
 
-    def gather_(self, buffer: FlatBuffer) -> None:
-        """Get from each rank its parts of the parameters in ``buffer``."""
+    def gather_(self, buffer: FlatBuffer, number: int) -> None:
+        """Get from each rank its part of the parameters in bucket ``number`` of ``buffer``."""
         if self.is_sharded:
-            for bucket in buffer.layout.buckets:
-                self._gather_bucket_(buffer.data[bucket.begin : bucket.end])
+            bucket = buffer.layout.buckets[number]
+            self._gather_bucket_(buffer.data[bucket.begin : bucket.end])
 
     def broadcast_(self, data: Tensor) -> None:
         """Give ``data`` [n] the values that it has on the first rank of the first replica."""

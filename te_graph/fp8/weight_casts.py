@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_graph.common.gradient_state import wait_for_parameters
 from te_graph.fp8.member import Member
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scale_block import FORWARD, is_shared
@@ -74,7 +75,7 @@ def cast_weights_(
     if not pairs:
         return
     with torch.inference_mode(False), torch.no_grad():
-        runs = [_Run(run) for run in _runs(pairs)]
+        runs = _gathered_runs(pairs)
         records_amax = records_amax and isinstance(recipe, DelayedScaling)
         scales = _scales(runs, recipe, group, records_amax)
         kept = [run.recorded_scale for run in runs] if records_amax else []
@@ -94,7 +95,7 @@ def repeat_casts_(pairs: Sequence[tuple[Member, Tensor]], *, are_recorded: bool)
     if not pairs:
         return
     with torch.inference_mode(False), torch.no_grad():
-        runs = [_Run(run) for run in _runs(pairs)]
+        runs = _gathered_runs(pairs)
         if are_recorded:
             torch._foreach_copy_([run.cast_scale for run in runs], [run.recorded_scale for run in runs])
         _cast_(runs, records_amax=False)
@@ -132,6 +133,12 @@ def _scales_of_amaxes(runs: Sequence[_Run], recipe: Recipe, group: dist.ProcessG
     margin = recipe.margin if isinstance(recipe, DelayedScaling) else 0.0
     scale = _ops.fp8_scale(amax, recipe.fp8_format.forward_dtype, margin=margin)
     return list(scale.split([len(run.weights) for run in runs]))
+
+
+def _gathered_runs(pairs: Sequence[tuple[Member, Tensor]]) -> list[_Run]:
+    """``pairs``, of members and their weights, [out, in] or [in, out], once these can be read."""
+    wait_for_parameters(weight for _, weight in pairs)
+    return [_Run(run) for run in _runs(pairs)]
 
 
 def _runs(pairs: Sequence[tuple[Member, Tensor]]) -> Iterator[list[tuple[Member, Tensor]]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
+from te_graph.common.gradient_state import wait_for_parameters
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.step_weights import StepWeights
 from te_graph.common.uncopyable import Uncopyable
@@ -130,6 +131,7 @@ class Fp8Weights(Uncopyable, StepWeights):
         """
         check_operands("Fp8Weights", noop=noop)
         before_replay(self._table.check_places)
+        wait_for_parameters(self.weights)
         self._table.cast(noop, noop is None and not is_captured(self.scale_inv.device))
 
     @property

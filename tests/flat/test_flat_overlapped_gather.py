@@ -1,0 +1,290 @@
+"""Parameters that are gathered while the caller goes on are there when they are used.
+
+On GPUs the gather is made to come late, so that whatever does not wait for it finds old values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flat_models import Block, trained
+from ranks import Rank, ranks_of
+from torch import Tensor, nn
+
+import te_graph as tg
+from te_graph.flat.reduction import Reduction
+from te_graph.testing import same_bits
+
+WORLDS = [
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+WIDTH, STEPS, MICROBATCHES = 64, 4, 2
+LATE_CYCLES = 20_000_000  # ten milliseconds
+
+
+class Stack(nn.Module):
+    """Blocks, what comes before and behind them, and a head that is tied; a buffer for two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.low = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, 11]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.low(x.bfloat16()).float())
+
+
+@contextlib.contextmanager
+def late_gathers(rank: Rank) -> Iterator[None]:
+    """Each bucket's begins some milliseconds late, on the stream where it runs."""
+    before = Reduction.gather_
+
+    def gather_(self: Reduction, *args: Any) -> None:
+        if rank.device != "cpu" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(LATE_CYCLES)
+        before(self, *args)
+
+    Reduction.gather_ = gather_
+    try:
+        yield
+    finally:
+        Reduction.gather_ = before
+
+
+def listed(model: Stack) -> list[nn.Module]:
+    """All but the embedding, whose bucket is gathered before ``step`` returns."""
+    return [*model.blocks, model.low]
+
+
+def make(rank: Rank, overlaps: bool) -> tuple[tg.FlatParameters, Stack, Any]:
+    torch.manual_seed(5)
+    model = Stack().to(rank.device)
+    flat = tg.FlatParameters(
+        model, shard="optimizer", bucket_bytes=8192, overlap_gather=listed(model) if overlaps else ()
+    )
+    return flat, model, flat.optimizer(torch.optim.AdamW, lr=0.05, fused=True)
+
+
+def batches(rank: Rank, step: int) -> list[Tensor]:  # [batch, length] each
+    generator = torch.Generator().manual_seed(100 * step + rank.rank)
+    return [torch.randint(11, (3, 5), generator=generator).to(rank.device) for _ in range(MICROBATCHES)]
+
+
+def train(rank: Rank, flat: tg.FlatParameters, model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+    """Losses [] of all micro-batches."""
+    losses = []
+    for step in steps:
+        drawn = batches(rank, step)
+        for number, tokens in enumerate(drawn):
+            with contextlib.nullcontext() if number + 1 == len(drawn) else flat.no_sync():
+                loss = model(tokens).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        tg.clip_grad_norm_(flat, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def values_of(model: nn.Module) -> list[Tensor]:  # [...] each
+    return [one.detach().clone() for one in trained(model)]
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def expected_of(rank: Rank, steps: int = STEPS) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """Losses, parameters and the optimizer's state without an overlap."""
+    flat, model, optimizer = make(rank, False)
+    losses = train(rank, flat, model, optimizer, range(steps))
+    found = losses, values_of(model), optimizer.state_dict()
+    flat.close()
+    return found
+
+
+def scenario_same_bits(rank: Rank, graphed: bool) -> None:
+    losses, values, state = expected_of(rank)
+    flat, model, optimizer = make(rank, True)
+    assert len(flat.buffers) == 2 and max(len(one.layout.buckets) for one in flat.buffers) == 4
+    if graphed:
+        sample = torch.randn(3, 5, WIDTH, device=rank.device, requires_grad=True)
+        tg.make_graphed_callables(tuple(model.blocks), ((sample,),) * 3, chain=False)
+    with late_gathers(rank):
+        assert_alike(train(rank, flat, model, optimizer, range(STEPS)), losses)
+        flat.wait_for_parameters()
+        assert_alike(values_of(model), values)
+    if graphed:
+        assert all(block.te_graph.info()["forward_replays"] for block in model.blocks)
+    assert repr(optimizer.state_dict()) == repr(state)
+    flat.close()
+    assert not any(one._forward_pre_hooks for one in listed(model))
+
+
+def test_replays_and_eager_layers_wait_for_their_parameters(ranks: Any) -> None:
+    for graphed in (False, True):
+        ranks.run(scenario_same_bits, 1, graphed)
+
+
+def scenario_reads_too_early(rank: Rank) -> None:
+    """What tests look for can be seen: without the hooks layers compute with old values."""
+    losses, values, _ = expected_of(rank)
+    flat, model, optimizer = make(rank, True)
+    for module in listed(model):
+        module._forward_pre_hooks.clear()
+    with late_gathers(rank):
+        found = train(rank, flat, model, optimizer, range(STEPS))
+    is_cpu = rank.device == "cpu"  # where collectives end before they return
+    assert all(same_bits(one, other) for one, other in zip(found, losses, strict=True)) == is_cpu
+    flat.close()
+    assert all(same_bits(one, other) for one, other in zip(values_of(model), values, strict=True)) == is_cpu
+
+
+def test_without_the_hooks_old_values_are_read(ranks: Any) -> None:
+    ranks.run(scenario_reads_too_early, 2)
+
+
+def scenario_files(rank: Rank) -> None:
+    """States of layers, of the model and of the optimizer are those behind the step, and loads are not overwritten."""
+    _, values, state = expected_of(rank)
+    flat, model, optimizer = make(rank, True)
+    with late_gathers(rank):
+        train(rank, flat, model, optimizer, range(STEPS))
+        saved = {name: one.clone() for name, one in model.state_dict().items()}
+        assert_alike([saved[name] for name, one in model.named_parameters() if one.requires_grad], values)
+        train(rank, flat, model, optimizer, range(1))
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(state)
+        assert_alike(values_of(model), values)
+        train(rank, flat, model, optimizer, range(1))
+        assert repr(optimizer.state_dict()) != repr(state)
+        flat.close()
+
+
+def test_what_is_saved_and_loaded_waits(ranks: Any) -> None:
+    ranks.run(scenario_files, 3)
+
+
+def scenario_copies(rank: Rank) -> None:
+    """Copies and files of a model whose gather is overlapped are models like any others."""
+    flat, model, optimizer = make(rank, True)
+    train(rank, flat, model, optimizer, range(1))
+    flat.wait_for_parameters()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for one in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert same_bits(one(batches(rank, 0)[0]), model(batches(rank, 0)[0]))
+        one.load_state_dict(one.state_dict())
+    flat.close()
+
+
+def test_models_are_copied_and_pickled(ranks: Any) -> None:
+    ranks.run(scenario_copies, 4)
+
+
+def scenario_graphed_step(rank: Rank) -> None:
+    """Clip, step and gather in one graph: its replays gather on their stream, behind what is still under way."""
+    losses, values, _ = expected_of(rank)
+    flat, model, optimizer = make(rank, True)
+
+    @tg.graphed
+    def finish() -> None:
+        tg.clip_grad_norm_(flat, 1.0)
+        optimizer.step()
+
+    found = []
+    for step in range(STEPS):
+        with late_gathers(rank):
+            drawn = batches(rank, step)
+            for number, tokens in enumerate(drawn):
+                with contextlib.nullcontext() if number + 1 == len(drawn) else flat.no_sync():
+                    loss = model(tokens).square().mean()
+                    loss.backward()
+                found.append(loss.detach())
+            finish()
+            optimizer.zero_grad()
+    assert_alike(found, losses)
+    flat.wait_for_parameters()
+    assert_alike(values_of(model), values)
+    flat.close()
+
+
+def test_a_step_in_a_graph_gathers_inside(ranks: Any) -> None:
+    ranks.run(scenario_graphed_step, 5)
+
+
+def scenario_fp8(rank: Rank) -> None:
+    """Casts of all weights of a region wait for all of them."""
+
+    def losses_of(overlaps: bool) -> list[Tensor]:
+        torch.manual_seed(7)
+        model = nn.Sequential(*(tg.Linear(64, 64, device=rank.device, dtype=torch.bfloat16) for _ in range(4)))
+        flat = tg.FlatParameters(
+            model, shard="optimizer", bucket_bytes=4096, overlap_gather=list(model) if overlaps else ()
+        )
+        optimizer = flat.optimizer(torch.optim.SGD, lr=0.5)
+        found = []
+        with late_gathers(rank):
+            for step in range(STEPS):
+                x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32).to(
+                    rank.device, torch.bfloat16
+                )
+                with tg.fp8_autocast(enabled=True, recipe=tg.DelayedScaling()):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+            flat.close()
+        return [*found, *values_of(model)]
+
+    assert_alike(losses_of(True), losses_of(False))
+
+
+def test_casts_to_fp8_wait_for_all_weights(ranks: Any) -> None:
+    ranks.run(scenario_fp8, 6)
+
+
+def scenario_refusals(rank: Rank) -> None:
+    model = Stack().to(rank.device)
+    refused = [
+        ({"overlap_gather": model.blocks}, ValueError, "expected shard='optimizer' with overlap_gather, got 'none'"),
+        ({"overlap_gather": model.head}, TypeError, "expected overlap_gather to be modules in a list, got Linear"),
+        ({"overlap_gather": [model.head.weight]}, TypeError, "to be modules, got Parameter as number 0"),
+        ({"overlap_gather": [model.head, nn.ReLU()]}, ValueError, "got ReLU without one as number 1"),
+    ]
+    for options, error, message in refused:
+        shard = "none" if "got 'none'" in message else "optimizer"
+        with pytest.raises(error, match=message.replace("[", r"\[")):
+            tg.FlatParameters(model, shard=shard, **options)
+    blocks = list(model.blocks) if rank.rank == 0 else list(reversed(model.blocks))
+    with pytest.raises(RuntimeError, match="expected the same model on all ranks, got overlap_gather 0"):
+        tg.FlatParameters(model, shard="optimizer", overlap_gather=blocks)
+    assert not any(one._forward_pre_hooks for one in model.modules())
+
+    flat = tg.FlatParameters(model, shard="optimizer", overlap_gather=[block.linear for block in model.blocks])
+    sample = torch.randn(3, 5, WIDTH, device=rank.device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="forward pre-hooks"):
+        tg.make_graphed_callables(model.blocks[0], (sample,))
+    with pytest.raises(RuntimeError, match="list the modules that are graphed, not what is in them"):
+        tg.make_graphed_callables(model.blocks[0], (sample,), hooks="captured")
+    flat.close()
+
+
+def test_what_cannot_wait_is_refused(ranks: Any) -> None:
+    ranks.run(scenario_refusals, 7)
