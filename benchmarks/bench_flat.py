@@ -8,14 +8,15 @@
     python benchmarks/bench_flat.py --device cpu              # tries the script on small models over gloo
 
 This script starts a process for each rank, and new ones for each model and variant. Times are medians of those of the
-slowest rank: of a step; of its micro-batches with a reduction and without one, the optimizer left out; of the
-optimizer; of the reduction of the last bucket, and of all, by themselves. Of eager variants, bytes between ranks are
-counted from the collectives that are called, times what a ring moves of them, and bytes on the device from the
-operators that touch sums of gradients. Kernels and the begin of the first reduction are read from a trace of the first
-rank. What should be in memory at the peak is listed as it is found: tensors, and activations by a micro-batch that
-keeps no gradient; te_graph's buffers between ranks are outside of what torch allocates. From graphs, losses of the
-first steps are compared with eager ones, bit for bit. A complete run is kept as results/flat.json, a part of it only
-where --out says. Exit status: 0 measured, 1 something failed or graphs differ from eager execution, 2 bad input.
+slowest rank, of steps that follow each other: of a step; of its micro-batches with a reduction and without one, the
+optimizer left out; of the optimizer; of the reduction of the last bucket, and of all, by themselves. Of eager variants,
+bytes between ranks are counted from the collectives that are called, times what a ring moves of them, and bytes on the
+device from the operators that touch sums of gradients. Kernels and the begin of the first reduction are read from a
+trace of the first rank. What should be in memory at the peak is listed as it is found: tensors, and activations by a
+micro-batch that keeps no gradient; te_graph's buffers between ranks are outside of what torch allocates. From graphs,
+losses of the first steps are compared with eager ones, bit for bit. A complete run is kept as results/flat.json, a part
+of it only where --out says. Exit status: 0 measured, 1 something failed or graphs differ from eager execution, 2 bad
+input.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(record: dict[str, Any]) -> None:
     columns = ("step ms", "reducing", "optimizer", "last", "all", "peak MiB", "sent", "cat")
-    print(f"\n{'model':<7}{'tokens':>6}  {'variant':<26}{''.join(f'{name:>10}' for name in columns)}")
+    print(f"\n{'model':<7}{'tokens':>6}  {'variant':<30}{''.join(f'{name:>10}' for name in columns)}")
     for row in record["rows"]:
         cats = row["kernels"] and row["kernels"]["cat and split"]
         numbers = (
@@ -106,7 +107,7 @@ def print_table(record: dict[str, Any]) -> None:
             *(row["peak_mib"], row["wire_bytes"], cats),
         )
         shown = "".join(f"{'-' if number is None else format(number, '.2f'):>10}" for number in numbers)
-        print(f"{row['model']:<7}{row['tokens']:>6}  {row['variant']:<26}{shown}")
+        print(f"{row['model']:<7}{row['tokens']:>6}  {row['variant']:<30}{shown}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,15 +5,15 @@ from typing import Any
 
 from lib.targets import at_least, at_most
 
-from cases.flat.variants import DDP, DDP_BF16, FSDP2, SPLIT_CAT, key_of
+from cases.flat.variants import DDP, DDP_BF16, FSDP2, SENT_BF16, SPLIT_CAT, key_of
 
 Row = dict[str, Any]
 
 SHARDS, MODES = ("none", "optimizer"), ("eager", "graphed")
-OURS = [key_of(shard, mode, overlap) for shard in SHARDS for mode in MODES for overlap in (True, False)]
-OVERLAPPED = [key_of(shard, mode, True) for shard in SHARDS for mode in MODES]
-# Of elements, of a ring: a reduce-scatter in float32 and an all-gather in bf16.
-SENT_BYTES, PADDING = 4 + 2, 1.001
+OVERLAPPED = [*(key_of(shard, mode, True) for shard in SHARDS for mode in MODES), *SENT_BF16.values()]
+OURS = [*OVERLAPPED, *(key_of(shard, mode, False) for shard in SHARDS for mode in MODES)]
+# Of elements, of a ring: a reduce-scatter in float32, or in bf16, and an all-gather in bf16.
+SENT_BYTES, SENT_BF16_BYTES, PADDING = 4 + 2, 2 + 2, 1.001
 LAST_BUCKET_ALLOWANCE = 0.05  # of all buckets
 SAVED_TIME, SAVED_STEP, SAVED_TOKENS = 0.9, 0.10, 512
 PEAK = 1.02
@@ -74,6 +74,11 @@ def targets_of(
             "shard optimizer, eager, bytes sent for each element",
             round(SENT_BYTES * (world - 1) / world * PADDING, 4),
             each(sharded, lambda row: row["wire_bytes"]),
+        ),
+        at_most(
+            "shard optimizer, eager, bf16 sent, bytes sent for each element",
+            round(SENT_BF16_BYTES * (world - 1) / world * PADDING, 4),
+            each([SENT_BF16["eager"]], lambda row: row["wire_bytes"]),
         ),
         at_most(
             "te_graph, eager, bytes on the device to sum gradients, for each element",

@@ -143,16 +143,21 @@ class Training:
         return {"kernels": count_kinds(events, device), "first_reduction_us": reduction_times(events, device)}
 
     def _timed_steps(self, times: int, **what: bool) -> dict[str, float]:
-        """Milliseconds of a step on the slowest rank, the median of so many."""
-        found = []
+        """Milliseconds of a step on the slowest rank, the median of so many that follow each other."""
+        self.step(**what)
+        self._meet()
+        self.step(**what)  # the device is busy when the first one that is timed begins
+        ends, optimizers, start = [self._mark()], [], perf_counter()
         for _ in range(times):
-            self._meet()
-            start, begin = perf_counter(), self._mark()
             self.step(**what)
-            end = self._mark()
-            self.rank.synchronize()
-            wall = perf_counter() - start
-            found.append((_seconds(begin, end), wall, _seconds(self.before_optimizer, end)))
+            optimizers.append(self.before_optimizer)
+            ends.append(self._mark())
+        self.rank.synchronize()
+        wall = (perf_counter() - start) / times
+        found = [
+            (_seconds(begin, end), wall, _seconds(optimizer, end))
+            for begin, optimizer, end in zip(ends, optimizers, ends[1:], strict=False)
+        ]
         device, wall, optimizer = self._slowest(found)
         return {"device": device, "wall": wall, "optimizer": optimizer}
 

@@ -55,19 +55,25 @@ def _group(rank: Rank) -> tg.PeerGroup:
     return tg.PeerGroup(timeout=OPERATION_TIMEOUT, device=torch.device(rank.device))
 
 
-def te_graph(shard: str, mode: str, overlap: bool) -> Callable[[Rank, Model, Tensor], Trained]:
-    """FlatParameters with their optimizer, layers eager or graphed."""
+def te_graph(
+    shard: str, mode: str, overlap: bool, reduce_dtype: torch.dtype | None = None
+) -> Callable[[Rank, Model, Tensor], Trained]:
+    """FlatParameters with their optimizer, layers eager or graphed; with `overlap` what is sharded is gathered beside
+    the next forward."""
 
     def build(rank: Rank, model: Model, x: Tensor) -> Trained:
         """x: [1, tokens, hidden], like an input."""
         group = _group(rank)
-        flat = tg.FlatParameters(model, peer_group=group, shard=shard, overlap=overlap)
+        gathered = model.layers if overlap and shard == "optimizer" else ()
+        flat = tg.FlatParameters(
+            model, peer_group=group, shard=shard, overlap=overlap, overlap_gather=gathered, reduce_dtype=reduce_dtype
+        )
         if mode == "graphed":
             samples = ((x,), *((x.clone().requires_grad_(),) for _ in model.layers[1:]))
             tg.make_graphed_callables(tuple(model.layers), samples, chain=True)
         optimizer = flat.optimizer(torch.optim.AdamW, lr=adamw(list(model.parameters())).defaults["lr"], fused=True)
         buffer = flat.buffers[-1]
-        buckets, reduction = len(buffer.layout.buckets), Reduction(group, None, shard != "none", 1.0)
+        buckets, reduction = len(buffer.layout.buckets), Reduction(group, None, shard != "none", 1.0, reduce_dtype)
 
         def held() -> dict[str, list[Tensor]]:
             masters = [one for segments in optimizer.segments for one in segments if one.is_copied]
@@ -255,6 +261,9 @@ def key_of(shard: str, mode: str, overlap: bool) -> str:
     return f"{shard}-{mode}-{'overlap' if overlap else 'end'}"
 
 
+SENT_BF16 = {mode: f"{key_of('optimizer', mode, True)}-bf16" for mode in ("eager", "graphed")}  # by modes
+
+
 def _ours() -> dict[str, Variant]:
     found = {}
     for shard in ("none", "optimizer"):
@@ -264,6 +273,12 @@ def _ours() -> dict[str, Variant]:
                 eager = key_of(shard, "eager", overlap) if mode == "graphed" else None
                 build = te_graph(shard, mode, overlap)
                 found[key_of(shard, mode, overlap)] = Variant(label, build, eager=eager, is_ours=True)
+    for mode in ("eager", "graphed"):
+        label = f"te_graph, shard optimizer, {mode}, overlap, bf16 sent"
+        build = te_graph("optimizer", mode, True, torch.bfloat16)
+        found[SENT_BF16[mode]] = Variant(
+            label, build, eager=SENT_BF16["eager"] if mode == "graphed" else None, is_ours=True
+        )
     return found
 
 
