@@ -104,9 +104,9 @@ class FlatOptimizer(Uncopyable, Optimizer):
             RuntimeError: a parameter has moved, or was frozen; or gradients have come since the last reduction, sharded
                 or with a ``gradient_scale``.
 
-        Stream and capture: what the optimizer's own step does (capture with ``fused=True`` or ``capturable=True``), a
-            copy where parameters are not of float32, and the collectives. Allocates gradients of float32 where they are
-            of another dtype. No host sync of its own.
+        Stream and capture: what the optimizer's own step does (capture with ``capturable=True``, on a CPU with
+            ``fused=True``), a copy where parameters are not of float32, and the collectives. Allocates gradients of
+            float32 where they are of another dtype. No host sync of its own.
         """
         loss = None
         if closure is not None:

@@ -76,7 +76,7 @@ def make(rank: Rank, overlaps: bool) -> tuple[tg.FlatParameters, Stack, Any]:
     flat = tg.FlatParameters(
         model, shard="optimizer", bucket_bytes=8192, overlap_gather=listed(model) if overlaps else ()
     )
-    return flat, model, flat.optimizer(torch.optim.AdamW, lr=0.05, fused=True)
+    return flat, model, flat.optimizer(torch.optim.AdamW, lr=0.05, fused=True, capturable=rank.device != "cpu")
 
 
 def batches(rank: Rank, step: int) -> list[Tensor]:  # [batch, length] each

@@ -5,13 +5,13 @@ from typing import Any
 
 from lib.targets import at_least, at_most
 
-from cases.flat.variants import DDP, DDP_BF16, FSDP2, SENT_BF16, SPLIT_CAT, key_of
+from cases.flat.variants import DDP, DDP_BF16, FSDP2, SENT_BF16, SPLIT_CAT, VARIANTS, key_of
 
 Row = dict[str, Any]
 
 SHARDS, MODES = ("none", "optimizer"), ("eager", "graphed")
-OVERLAPPED = [*(key_of(shard, mode, True) for shard in SHARDS for mode in MODES), *SENT_BF16.values()]
-OURS = [*OVERLAPPED, *(key_of(shard, mode, False) for shard in SHARDS for mode in MODES)]
+OURS = [name for name, variant in VARIANTS.items() if variant.is_ours]
+OVERLAPPED = [name for name in OURS if name not in {key_of(shard, mode, False) for shard in SHARDS for mode in MODES}]
 # Of elements, of a ring: a reduce-scatter in float32, or in bf16, and an all-gather in bf16.
 SENT_BYTES, SENT_BF16_BYTES, PADDING = 4 + 2, 2 + 2, 1.001
 LAST_BUCKET_ALLOWANCE = 0.05  # of all buckets
