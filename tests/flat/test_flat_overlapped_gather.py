@@ -224,6 +224,7 @@ def scenario_graphed_step(rank: Rank) -> None:
     flat.close()
 
 
+@pytest.mark.gpus_apart  # a norm over ranks in a graph needs NCCL
 def test_a_step_in_a_graph_gathers_inside(ranks: Any) -> None:
     ranks.run(scenario_graphed_step, 5)
 
