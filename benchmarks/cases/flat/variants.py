@@ -16,6 +16,7 @@ import te_graph as tg
 from cases.flat.masters import Masters, adamw
 from cases.flat.split_cat import SplitParameters, reduce_main_grads
 from cases.flat.stacks import Model
+from te_graph.flat.flat_parameters import OVERLAPPED_SMS
 from te_graph.flat.reduction import Reduction
 
 
@@ -51,8 +52,8 @@ class Trained:
     close: Callable[[], Any] = lambda: None
 
 
-def _group(rank: Rank) -> tg.PeerGroup:
-    return tg.PeerGroup(timeout=OPERATION_TIMEOUT, device=torch.device(rank.device))
+def _group(rank: Rank, max_sms: int | None = None) -> tg.PeerGroup:
+    return tg.PeerGroup(timeout=OPERATION_TIMEOUT, device=torch.device(rank.device), max_sms=max_sms)
 
 
 def te_graph(
@@ -63,7 +64,7 @@ def te_graph(
 
     def build(rank: Rank, model: Model, x: Tensor) -> Trained:
         """x: [1, tokens, hidden], like an input."""
-        group = _group(rank)
+        group = _group(rank, OVERLAPPED_SMS if overlap else None)
         gathered = model.layers if overlap and shard == "optimizer" else ()
         flat = tg.FlatParameters(
             model, peer_group=group, shard=shard, overlap=overlap, overlap_gather=gathered, reduce_dtype=reduce_dtype
