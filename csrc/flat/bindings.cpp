@@ -70,6 +70,7 @@ void bind(py::module_& m) {
         .def("take_reduced", &FlatGradients::take_reduced)
         .def("note_reduced", noting(Event::kReduced))
         .def("note_written", noting(Event::kWritten))
+        .def("note_stepped", noting(Event::kStepped))
         .def("note_parameters_written", noting(Event::kParametersWritten))
         .def("drop", noting(Event::kDropped));
 }

@@ -72,6 +72,9 @@ void FlatGradients::run(Event event) {
             case Event::kWritten:
                 gradient->note_written();
                 break;
+            case Event::kStepped:  // an optimizer passes over parameters without a gradient
+                if (gradient->state() != FlatGradient::State::kMissing) gradient->note_data_written();
+                break;
             case Event::kParametersWritten:
                 gradient->note_data_written();
                 break;

@@ -15,7 +15,7 @@ class FlatGradients : public std::enable_shared_from_this<FlatGradients> {
 public:
     using Pointers = std::vector<std::shared_ptr<FlatGradient>>;
     using Numbers = std::vector<size_t>;
-    enum class Event { kRead, kWritten, kReduced, kParametersWritten, kDropped };
+    enum class Event { kRead, kWritten, kReduced, kStepped, kParametersWritten, kDropped };
 
     explicit FlatGradients(Pointers gradients) : gradients_(std::move(gradients)) {}
 
@@ -37,7 +37,7 @@ private:
     void run(Event event);
 
     const Pointers gradients_;
-    const char identities_[5] = {};  // an address for each event
+    const char identities_[6] = {};  // an address for each event
     std::atomic<bool> is_reduced_{false};
 };
 

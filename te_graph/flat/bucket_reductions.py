@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from te_graph import _C
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
@@ -57,6 +58,14 @@ class BucketReductions:
         for buffer in self._buffers:
             buffer.all_gradients.note_reduced()
         self._carried.note_reduced()
+
+    def run_as_in_backward(self, first: int, adopts: bool = True) -> None:
+        """As ``run``, outside of a backward, where other ranks may be inside of one."""
+        _C.set_in_backward(True)
+        try:
+            self.run(first, adopts)
+        finally:
+            _C.set_in_backward(None)
 
     def run_captured(self) -> None:
         """As ``run``, of all, in a capture: replays raise where something has been reduced before."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_graph.flat.flat_buffer import FlatBuffer
+
 SHARDS = ("none", "optimizer")
 _GRADIENTS_LIVE = (
     "FlatParameters: shard='grads' is not offered: until the last micro-batch a rank adds to the gradients of all "
@@ -53,6 +55,35 @@ def _with_name(number: int, member: Any) -> tuple[str, Tensor]:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"FlatParameters: expected parameters, got {type(parameter).__name__} as {name}")
     return str(name), parameter
+
+
+def other_tensors(module_or_params: Any, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """What else a module has, frozen parameters and buffers [...] with their names, where it can be broadcast: dense,
+    on the device of the ``named`` parameters."""
+    if not isinstance(module_or_params, nn.Module):
+        return []
+    chosen, device = {id(parameter) for _, parameter in named}, named[0][1].device
+    found = itertools.chain(module_or_params.named_parameters(), module_or_params.named_buffers())
+    return [
+        (name, one)
+        for name, one in found
+        if id(one) not in chosen and type(one) in (nn.Parameter, nn.Buffer, Tensor) and _is_plain(one, device)
+    ]
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized and _C.is_dense(tensor)
+    return is_dense and tensor.device == device and not tensor.is_inference() and tensor.numel() > 0
+
+
+def check_places(buffers: Iterable[FlatBuffer]) -> None:
+    """Raise RuntimeError if a parameter is no longer where ``buffers`` have it, naming it."""
+    for buffer in buffers:
+        if change := buffer.all_gradients.first_change():
+            raise RuntimeError(
+                f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
+                "assign=True before; call close() first where that comes later"
+            )
 
 
 def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtype) -> None:

@@ -175,6 +175,16 @@ class FlatBuffer:
         state.flat_gradient, state.grad_memory = gradient, memory
 
 
+def buffers_of(
+    named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtype, bucket_bytes: int, ranks: int
+) -> list[FlatBuffer]:
+    """One for the ``named`` parameters [...] of each dtype, in the reverse of their order, as their gradients come."""
+    of_dtypes: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, parameter in reversed(named):
+        of_dtypes.setdefault(parameter.dtype, []).append((name, parameter))
+    return [FlatBuffer(members, grad_dtype, bucket_bytes, ranks) for members in of_dtypes.values()]
+
+
 # An attribute of a main_grad in a flat buffer, which is saved with it: values that come from a file may have been
 # dropped. No file has .grad, either.
 _IS_FLAT = "te_graph_flat"

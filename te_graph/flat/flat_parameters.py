@@ -16,6 +16,7 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
+from te_graph.common.set_once import SetOnce
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.bucket_reductions import BucketReductions
@@ -24,14 +25,16 @@ from te_graph.flat.checks import (
     check_mesh,
     check_overlap_gather,
     check_parameters,
+    check_places,
     check_reduce_dtype,
     check_shard,
     check_tp_group,
     described,
     named_parameters,
+    other_tensors,
 )
 from te_graph.flat.deferred_sync import DeferredSync
-from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.flat_buffer import FlatBuffer, buffers_of
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
 from te_graph.flat.groups import Groups, tensor_parallel_group
 from te_graph.flat.joint_steps import JointSteps
@@ -51,7 +54,7 @@ BUCKET_BYTES = 128 << 20
 OVERLAPPED_SMS = 16  # multiprocessors that reductions take from the backward beside them
 
 
-class FlatParameters(Uncopyable, DeferredSync, GradientParts):
+class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
     """Makes parameters and their gradients views of flat buffers, and reduces gradients over ranks once a step.
 
     One buffer for the parameters of each dtype, one for their gradients. Parameters stay the objects that they are,
@@ -80,10 +83,11 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
     Args:
         module_or_params: a module, parameters, or names and parameters [...] each; those that require no gradient are
-            left as they are. All of one device, dense, of floating-point dtypes that ``grad_dtype`` can hold. Mutated:
-            ``.data``, ``.grad``, ``main_grad``.
+            left where they are. All of one device, dense, of floating-point dtypes that ``grad_dtype`` can hold.
+            Mutated: ``.data``, ``.grad``, ``main_grad``.
         process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
-            initialized. On all of its ranks the parameters get the values of the first one's.
+            initialized. On all of its ranks the parameters get the values of the first one's; of a module its frozen
+            ones and its buffers, too, that are dense and on the same device.
         peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None, of 16 multiprocessors at
             most with ``overlap``.
         mesh: in place of ``process_group``. Of one dimension: its group. Of two, replicas and shards: gradients are
@@ -116,6 +120,8 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         replica_group: the process group of the first dimension of a mesh of two, or None.
         tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
+        gather: what gathers parameters that are sharded.
+        parameters: [...] each, in the order of the model.
 
     Raises:
         ValueError, TypeError: an argument, or a parameter, is none of the above; nothing has been changed. On the other
@@ -132,6 +138,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
     """
 
     copy_advice = "keep it outside of the module, copy that, and make one from the copy"
+    settings = frozenset({"grad_dtype", "reduce_dtype", "shard", "gradient_scale"})
     _is_closed = False
 
     def __init__(
@@ -158,6 +165,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         def check() -> tuple[list[tuple[str, Tensor]], dict[str, nn.Module]]:
             named = named_parameters(module_or_params)
+            self.parameters = [parameter for _, parameter in named]
             check_shard(shard)
             modules = check_overlap_gather(overlap_gather, shard, named)
             check_grad_dtype(grad_dtype, self.process_group)
@@ -176,11 +184,13 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             f"grad_dtype {grad_dtype}, reduce_dtype {self.reduce_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, "
             f"overlap {self.overlap}, gradient_scale {gradient_scale}"
         )
-        steps.expect_alike("model", [settings, *described(named), *modules])
+        others = other_tensors(module_or_params, named)
+        steps.expect_alike("model", [settings, *described(named), *described(others), *modules])
         device = named[0][1].device
         try:
             steps.run("making a PeerGroup", lambda: self._make_peer_group(device))
-            self.buffers = steps.run("allocating buffers", lambda: self._make_buffers(named, bucket_bytes))
+            ranks = 1 if self.peer_group is None else self.peer_group.world_size
+            self.buffers = steps.run("allocating buffers", lambda: buffers_of(named, grad_dtype, bucket_bytes, ranks))
         except Exception:
             self._close_group()  # on all ranks, for all raise
             raise
@@ -208,7 +218,9 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                 gradient_state(parameter).flat = weakref.ref(self)
             self._reduction.broadcast_(buffer.data)
             buffer.all_gradients.note_parameters_written()
-        self._gather = ParameterGather(self.buffers, self._reduction, list(modules.values()), side)
+        for _, tensor in others:
+            self._reduction.broadcast_(tensor)
+        self.gather = ParameterGather(self.buffers, self._reduction, list(modules.values()), side)
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no
@@ -228,7 +240,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                 self._reductions.run_captured()
             else:
                 self._reductions.prepare()
-                self._reductions.run(0)
+                self._reductions.run_as_in_backward(0)
 
     def check_gradients(self, op: str) -> None:
         """Called before gradients are read: finishes what a backward has left, and ``expect_reduced``.
@@ -341,7 +353,9 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         Stream and capture: all-gathers on the current stream; none where nothing is sharded. With ``overlap_gather``
             on a stream beside it, but in a capture.
         """
-        self._gather.run_()
+        self.gather.run_()
+        for buffer in self.buffers:
+            buffer.all_gradients.note_parameters_written()
 
     def wait_for_parameters(self) -> None:
         """Let what comes on the current stream wait for parameters that are being gathered, by ``overlap_gather``:
@@ -352,7 +366,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         Stream and capture: does not synchronize; in a capture by ``graphed``, each replay waits before it begins.
         """
-        self._gather.wait()
+        self.gather.wait()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters [...], in the order in which they lie: the reverse of the model's."""
@@ -364,7 +378,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
 
         All ranks call it, for it closes a ``peer_group`` of its own.
         """
-        self._gather.close()
+        self.gather.close()
         for buffer in self.buffers:
             buffer.detach()
             for parameter in buffer.parameters:
@@ -383,13 +397,6 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
             max_sms = OVERLAPPED_SMS if self.overlap else None
             self.peer_group = PeerGroup(self.process_group, device=device, max_sms=max_sms)
 
-    def _make_buffers(self, named: list[tuple[str, Tensor]], bucket_bytes: int) -> list[FlatBuffer]:
-        of_dtypes: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
-        for name, parameter in reversed(named):  # as their gradients come
-            of_dtypes.setdefault(parameter.dtype, []).append((name, parameter))
-        ranks = 1 if self.peer_group is None else self.peer_group.world_size
-        return [FlatBuffer(members, self.grad_dtype, bucket_bytes, ranks) for members in of_dtypes.values()]
-
     def _close_group(self) -> None:
         if self._owns_group and self.peer_group is not None:
             self.peer_group.close()
@@ -405,12 +412,7 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
                 "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
                 "no more; make new ones"
             )
-        for buffer in self.buffers:
-            if change := buffer.all_gradients.first_change():
-                raise RuntimeError(
-                    f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
-                    "assign=True before; call close() first where that comes later"
-                )
+        check_places(self.buffers)
 
     def _before_backward(self) -> bool:
         """Called before the first gradient of a backward is written. Returns whether buckets may be reduced in it."""
@@ -443,8 +445,4 @@ class FlatParameters(Uncopyable, DeferredSync, GradientParts):
         while it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
         with self._lock:
             are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self.buffers)
-            _C.set_in_backward(True)  # as it is where ranks have reduced it meanwhile
-            try:
-                self._reductions.run(first, adopts=not are_dropped)
-            finally:
-                _C.set_in_backward(None)
+            self._reductions.run_as_in_backward(first, adopts=not are_dropped)

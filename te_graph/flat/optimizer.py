@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_state import flat_of, gradient_state
+from te_graph.common.opaque import opaque
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.flat.flat_buffer import gradient_of
-from te_graph.flat.optimizer_state import PartStates, load_part, settings_of, whole_states
+from te_graph.flat.optimizer_state import PartStates, check_shapes, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         _check_class(cls, elementwise)
         self.flat, self._arguments = flat, defaults
         if params is None:
-            params = [parameter for _, parameter in reversed(list(flat.named_parameters()))]
+            params = flat.parameters
         super().__init__(params, dict(defaults))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -90,6 +91,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
 
+    @opaque
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the parameters that have gradients.
@@ -132,7 +134,10 @@ class FlatOptimizer(Uncopyable, Optimizer):
             torch._foreach_copy_([one.data for one in self._copied], [one.master for one in self._copied])
         for segment in self._all_segments:
             segment.master.grad = None
-        self.flat.gather_parameters()
+        self.flat.gather.run_()
+        self._gradients.note_stepped()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(settings_of(inner))  # which an optimizer may count in
         self.state.are_made = True
         if is_eager:
             self._versions.note()
@@ -194,7 +199,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
 
         Stream and capture: allocates, synchronizes.
         """
-        self.read_parameters()
+        self.flat.wait_for_parameters()
         states = self.state
         self.state = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
         try:
@@ -209,7 +214,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         Load the parameters before: without ``master`` masters are copies of them.
 
         Raises:
-            ValueError: it has other groups.
+            ValueError: it has other groups, or is of other parameters.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -217,16 +222,16 @@ class FlatOptimizer(Uncopyable, Optimizer):
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("FlatOptimizer.load_state_dict: expected groups of as many parameters as there are here")
-        self.flat.wait_for_parameters()
         keys = {
             id(parameter): key
             for group, given in zip(self.param_groups, groups, strict=True)
             for parameter, key in zip(group["params"], given["params"], strict=True)
         }
-        self.load_parts(
-            groups,
-            [load_part(one, state_dict["state"].get(keys[id(one.parameter)], {})) for one in self._all_segments],
-        )
+        states = [state_dict["state"].get(keys[id(one.parameter)], {}) for one in self._all_segments]
+        for segment, state in zip(self._all_segments, states, strict=True):
+            check_shapes(segment, state)
+        self.flat.wait_for_parameters()
+        self.load_parts(groups, list(map(load_part, self._all_segments, states)))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

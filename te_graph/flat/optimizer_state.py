@@ -82,10 +82,22 @@ def whole_states(
         for key, kind in of_parameter.items():
             if isinstance(kind, torch.dtype):
                 # A rank whose part of the master is as the parameter tells it has not named it.
-                value = part.master.detach() if part is not None and key == MASTER else state.get(key)
+                value = part.master_now() if part is not None and key == MASTER else state.get(key)
                 kind = _whole(parameter, part, value, kind, group)
             whole.setdefault(parameter, {})[key] = kind
     return whole
+
+
+def check_shapes(segment: Segment, parameter_state: Mapping[str, Any]) -> None:
+    """Raise ValueError where ``parameter_state`` can be no state of the parameter of ``segment``."""
+    shape = segment.parameter.shape
+    for key, value in parameter_state.items():
+        is_like_one = isinstance(value, Tensor) and value.dim() == len(shape) and value.numel() > 1
+        if is_like_one and value.shape != shape:
+            raise ValueError(
+                f"FlatOptimizer.load_state_dict: expected {key} of {segment.name} to have the shape {list(shape)}, got "
+                f"{list(value.shape)}: it is of other parameters, or of these in another order"
+            )
 
 
 def load_part(segment: Segment, parameter_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,11 +124,11 @@ def _state_of(segment: Segment, inner: Optimizer) -> dict[str, Any]:
     state = inner.state.get(segment.master, {})
     if not segment.is_copied or not (state or _is_more_precise(segment)):
         return state
-    return {**state, MASTER: segment.master.detach()}
+    return {**state, MASTER: segment.master_now()}
 
 
 def _is_more_precise(segment: Segment) -> bool:
-    return not torch.equal(segment.master, segment.data.to(segment.master.dtype))
+    return not torch.equal(segment.master_now(), segment.data.to(segment.master.dtype))
 
 
 def _kind(value: Any, segment: Segment) -> Any:

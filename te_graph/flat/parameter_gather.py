@@ -29,7 +29,7 @@ class ParameterGather(OwnObject):
     def __init__(
         self, buffers: Sequence[FlatBuffer], reduction: Reduction, modules: Sequence[nn.Module], side: SideStream
     ) -> None:
-        self._buffers, self._reduction, self._side = buffers, reduction, side
+        self._reduction, self._side = reduction, side
         self._device = buffers[0].data.device
         self._is_overlapped = bool(modules) and self._device.type == "cuda"
         users: dict[int, int] = {}  # by parameters, the first module that has it
@@ -75,8 +75,6 @@ class ParameterGather(OwnObject):
                     event.record()
             self._stream, self._waited = torch.cuda.current_stream(self._device), 0
             self.wait(self._joined)
-        for buffer in self._buffers:
-            buffer.all_gradients.note_parameters_written()
 
     def wait(self, count: int | None = None) -> None:
         """Let what comes on the current stream wait for the first ``count`` buckets, or all; in a capture of

@@ -71,10 +71,13 @@ class Reduction:
             self._gather_bucket_(buffer.data[bucket.begin : bucket.end])
 
     def broadcast_(self, data: Tensor) -> None:
-        """Give ``data`` [n] the values that it has on the first rank of the first replica."""
+        """Give ``data`` [...], which is dense, the values that it has on the first rank of the first replica."""
+        with torch.no_grad():
+            memory = data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8)  # any dtype, in its own order
         for group in (self.replicas, None if self.group is None else self.group.process_group):
             if group is not None:
-                dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
+                dist.broadcast(memory, dist.get_global_rank(group, 0), group=group)
+                torch.autograd.graph.increment_version(data)
 
     def run_(self, buffer: FlatBuffer, number: int, carried: Tensor | None, adopts: bool) -> None:
         """Reduce bucket ``number`` of ``buffer``.

@@ -60,10 +60,18 @@ class Segment:
         grad = self.grad if elsewhere is None else self.part_of(elsewhere)
         self.master.grad = grad.to(self.master.dtype)
 
-    def read_parameter(self) -> None:
-        """Let ``master``, a copy, have the values of the parameter where these are not its own, rounded."""
+    @torch.no_grad()
+    def master_now(self) -> Tensor:
+        """Like ``master``, what it is to be: of a copy the values of the parameter where these are not its own,
+        rounded, in new memory."""
+        if not self.is_copied:
+            return self.master.detach()
         rounded = self.master.to(self.data.dtype)
-        self.master.data.copy_(torch.where(rounded == self.data, self.master, self.data.to(self.master.dtype)))
+        return torch.where(rounded == self.data, self.master, self.data.to(self.master.dtype))
+
+    def read_parameter(self) -> None:
+        """Let ``master``, a copy, be ``master_now``."""
+        self.master.data.copy_(self.master_now())
 
 
 class ParameterVersions(OwnObject):

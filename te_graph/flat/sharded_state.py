@@ -32,7 +32,7 @@ class ShardedState:
         Stream and capture: allocates; steps an optimizer of the same class over two elements, to see what it keeps.
         """
         self._optimizer.end_trial()
-        self._optimizer.read_parameters()
+        self._optimizer.flat.wait_for_parameters()
         states = {}
         for group, segments in zip(self._optimizer.param_groups, self._optimizer.segments, strict=True):
             samples: dict[torch.dtype, dict[str, Any]] = {}
@@ -81,7 +81,7 @@ class ShardedState:
         state = self._optimizer.inner.state.get(segment.master, {})
         entries = {key: _entry(segment, state.get(key), sample.get(key)) for key in {**sample, **state}}
         if segment.is_copied:
-            entries[MASTER] = _entry(segment, segment.master.detach(), None)
+            entries[MASTER] = _entry(segment, segment.master_now(), None)
         return entries
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_graph as tg
+from te_graph.flat import flat_parameters
 from te_graph.testing import same_bits
 
 WORLDS = [
@@ -316,7 +317,7 @@ def scenario_refused(rank: Rank) -> None:
         tg.FlatParameters(model, shard="all" if is_last else "none")
     with contextlib.ExitStack() as stack:
         if is_last:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(tg.FlatParameters, "_make_buffers", no_memory)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(flat_parameters, "buffers_of", no_memory)
         with pytest.raises(RuntimeError, match="no memory" if is_last else told + "allocating buffers: .*no memory"):
             tg.FlatParameters(model)
     assert model.weight.data_ptr() == before
