@@ -1,0 +1,89 @@
+"""Ranks that begin with other values, or have other backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank, ranks_of
+from torch import nn
+
+import te_graph as tg
+from te_graph.testing import same_bits
+
+WORLDS = [
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+
+
+class WithOthers(nn.Module):
+    """Frozen parameters and buffers of all kinds beside one that trains."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> torch.Tensor:  # shape
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.trained = nn.Parameter(drawn(3))
+        self.frozen = nn.Parameter(drawn(4, 5).t(), requires_grad=False)
+        self.low = nn.Parameter(drawn(7).bfloat16(), requires_grad=False)
+        self.register_buffer("mask", drawn(5) > 0)
+        self.register_buffer("count", torch.tensor(seed, device=device))
+        self.register_buffer("empty", torch.empty(0, device=device))
+        self.register_buffer("expanded", drawn(1).expand(3))
+        self.register_buffer("elsewhere", torch.zeros(2, device="meta"), persistent=False)
+
+
+def scenario_others(rank: Rank) -> None:
+    module, first = WithOthers(rank.rank, rank.device), WithOthers(0, rank.device)
+    expanded, version = module.expanded.clone(), module.frozen._version
+    flat = tg.FlatParameters(module)
+    for name in ("trained", "frozen", "low", "mask", "count"):
+        assert same_bits(getattr(module, name).detach(), getattr(first, name).detach()), name
+    assert same_bits(module.expanded, expanded) and module.frozen._version > version
+    assert module.frozen.stride() == (1, 5)
+    flat.close()
+    module = WithOthers(rank.rank, rank.device)
+    if rank.rank == 1:
+        module.register_buffer("more", torch.zeros(3, device=rank.device))
+    with pytest.raises(RuntimeError, match=r"expected the same model on all ranks, got .*more"):
+        tg.FlatParameters(module)
+
+
+def test_frozen_parameters_and_buffers_are_those_of_the_first_rank(ranks: Any) -> None:
+    ranks.run(scenario_others, 1)
+
+
+def scenario_by_hand(rank: Rank, overlap: bool) -> None:
+    """A rank without a last micro-batch reduces by hand what others reduce in their backward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(rank.device)
+    expected = [torch.zeros_like(one) for one in module.parameters()]
+    drawn = [torch.randn(3, 64).to(rank.device) for _ in range(3)]
+    for x in (drawn[0], drawn[1], drawn[0]):  # of both ranks together
+        for total, grad in zip(expected, torch.autograd.grad(module(x).sum(), list(module.parameters())), strict=True):
+            total.add_(grad / 2)
+    flat = tg.FlatParameters(module, bucket_bytes=1, overlap=overlap)
+    for _ in range(3):
+        flat.zero_grad()
+        module(drawn[2]).sum().backward()  # learns how often each gradient comes
+    flat.zero_grad()
+    with flat.no_sync():
+        module(drawn[0]).sum().backward()
+    if rank.rank == 0:
+        module(drawn[1]).sum().backward()
+    else:
+        flat.reduce_gradients()
+    for parameter, total in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+    flat.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_without_a_last_micro_batch_reduces_by_hand(ranks: Any, overlap: bool) -> None:
+    ranks.run(scenario_by_hand, 2, overlap)
