@@ -33,11 +33,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 # Largest errors: sums over ranks round otherwise than those of one process, and with them casts of what is made of
-# them. Ranks share scales that are delayed; current ones are those of each part.
+# them, one of which that goes the other way is off by an eighth (0.06 in all on a GPU). Ranks share scales that are
+# delayed; current ones are those of each part.
 CASES = {
     "fp32": (None, torch.float32, 1e-5),
     "bf16": (None, torch.bfloat16, 2e-2),
-    "delayed": (RECIPES["delayed"], torch.float32, 6e-2),
+    "delayed": (RECIPES["delayed"], torch.float32, 1e-1),
     "delayed, bf16": (RECIPES["delayed"], torch.bfloat16, 2e-1),
     "current": (RECIPES["current"], torch.float32, 2e-1),
     "current, bf16": (RECIPES["current"], torch.bfloat16, 2e-1),
