@@ -5,6 +5,7 @@
     python benchmarks/bench_flat.py --quick                   # the Llama layers alone, fewer steps
     python benchmarks/bench_flat.py --gpus 4 --out part       # on four; kept where --out says
     python benchmarks/bench_flat.py --models gpt --layers 12 --variants optimizer-graphed-overlap fsdp2
+    python benchmarks/bench_flat.py --models gpt --append part/flat.json --out part    # added to what was measured
     python benchmarks/bench_flat.py --device cpu              # tries the script on small models over gloo
 
 This script starts a process for each rank, and new ones for each model and variant. Times are medians of those of the
@@ -20,6 +21,7 @@ input.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +31,7 @@ from cases.flat.stacks import SMALL, STACKS
 from cases.flat.targets import exposed_ms, targets_of
 from cases.flat.training import NOT_COUNTED, Case, Repeats, measure
 from cases.flat.variants import VARIANTS
+from lib.earlier import add_append_option, earlier_record
 from lib.harness import Benchmark, choose_variants, describe, in_fresh_process
 from lib.rank_processes import ENVIRONMENT, run_on_ranks
 from lib.timing import BANDWIDTH_BYTES, Sampling, measure_bandwidth
@@ -45,14 +48,18 @@ TIME_LIMIT = 150  # seconds for a variant of a model, several times what it take
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all that was asked for; what fails is listed, with what was found until then, and stops no other."""
-    is_gpu = options.device == "cuda"
-    microbatches = MICROBATCHES if is_gpu else CPU_MICROBATCHES
-    repeats = TRIAL if not is_gpu else QUICK if options.quick else FULL
+    is_gpu, microbatches, repeats = options.device == "cuda", microbatches_of(options), repeats_of(options)
     bandwidth = (
         in_fresh_process(measure_bandwidth, options.device, BANDWIDTH, BANDWIDTH_BYTES)["copy"] if is_gpu else None
     )
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    failures: list[dict[str, Any]] = []
+    asked = [(model, variant) for model in options.models for variant in options.variants]
+    earlier = options.earlier or {"rows": [], "failures": []}
+    failures = [one for one in earlier["failures"] if (one["model"], one["variant"]) not in asked]
+    found = {
+        (row["model"], row["variant"], row["tokens"]): row
+        for row in earlier["rows"]
+        if (row["model"], row["variant"]) not in asked
+    }
     with tqdm(total=len(options.models) * len(options.variants), desc="benchmark", disable=None) as bar:
         for model in options.models:
 
@@ -70,20 +77,53 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
                 except (RuntimeError, TimeoutError) as error:
                     failures.append({**names, "error": describe(error)})
                 bar.update()
-    rows = compared(list(found.values()))
+    records = [*found.values(), *failures]
+    models = [name for name in STACKS if name in {*options.models, *(one["model"] for one in records)}]
+    variants = [name for name in VARIANTS if name in {*options.variants, *(one["variant"] for one in records)}]
+    places = [(model, variant, tokens) for model in models for variant in variants for tokens in options.tokens]
+    rows = compared([found[place] for place in places if place in found])
     return {
-        "world": options.gpus,
+        **what_is_measured(options),
+        "command": options.command if options.earlier is None else command_of(options, models, variants),
         "environment": ENVIRONMENT,
-        "microbatches": microbatches,
-        "models": {name: options.stacks[name].label for name in options.models},
-        "tokens": options.tokens,
-        "variants": {name: VARIANTS[name].label for name in options.variants},
+        "models": {name: options.stacks[name].label for name in models},
+        "variants": {name: VARIANTS[name].label for name in variants},
         "copy_tb_per_s": None if bandwidth is None else round(bandwidth / 1e12, 3),
         "not_measured": options.not_measured,
         "rows": rows,
         "targets": targets_of(rows, microbatches, options.gpus, bandwidth) if is_gpu else [],
         "failures": failures,
     }
+
+
+def microbatches_of(options: argparse.Namespace) -> int:
+    return MICROBATCHES if options.device == "cuda" else CPU_MICROBATCHES
+
+
+def repeats_of(options: argparse.Namespace) -> Repeats:
+    return TRIAL if options.device != "cuda" else QUICK if options.quick else FULL
+
+
+def what_is_measured(options: argparse.Namespace) -> dict[str, Any]:
+    """What a record says of the steps, whichever models and variants have run."""
+    return {
+        "seed": options.seed,
+        "world": options.gpus,
+        "microbatches": microbatches_of(options),
+        "steps": repeats_of(options).timed,
+        "layers": options.layers,
+        "tokens": options.tokens,
+    }
+
+
+def command_of(options: argparse.Namespace, models: Sequence[str], variants: Sequence[str]) -> str:
+    """What runs at once all that is in a record that was added to."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--append")
+    for name in ("--models", "--variants"):
+        parser.add_argument(name, nargs="+")
+    words = parser.parse_known_args(shlex.split(options.command))[1]
+    return shlex.join([*words, "--models", *models, "--variants", *variants])
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,11 +152,13 @@ def print_table(record: dict[str, Any]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    parser.set_defaults(seed=1)
     add("--gpus", type=int, default=WORLD, help="ranks, each with a GPU; default 2")
     add("--models", nargs="+", choices=STACKS, metavar="MODEL", help=f"of {', '.join(STACKS)}; default all")
     add("--layers", type=int, help="of each model; default 4 of llama, 24 of gpt")
     add("--tokens", nargs="+", type=int, help="of a micro-batch; default 512 and 2048")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
+    add_append_option(parser)
 
 
 def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -132,6 +174,7 @@ def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     options.models = list(dict.fromkeys(options.models or (QUICK_MODELS if options.quick else STACKS)))
     options.tokens = list(dict.fromkeys(options.tokens or (CPU_TOKENS if options.device == "cpu" else TOKENS)))
     choose_variants(parser, options, VARIANTS)
+    options.earlier = earlier_record(parser, options, what_is_measured(options))
 
 
 BENCHMARK = Benchmark(

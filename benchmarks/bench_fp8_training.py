@@ -15,21 +15,19 @@ differ from eager execution, 2 bad input.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from cases.fp8.training import FULL, RECIPES, SMALL, train
 from cases.fp8.training_targets import targets_of
-from lib.environment import environment
-from lib.harness import Benchmark, Measurements, describe, in_fresh_process
+from lib.earlier import add_append_option, earlier_record
+from lib.harness import Benchmark, Measurements
 
 FIRST_SEED, SEEDS = 1, 3
 # What a record has in common with one that it is added to.
-ALIKE = ("gpu", "torch", "commit", "dirty", "settings", "seeds")
+ALIKE = ("settings", "seeds")
 
 
 def runs_of(seed: int) -> dict[str, tuple[str, int, str]]:
@@ -112,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(seed=FIRST_SEED)
     add("--runs", nargs="+", metavar="RUN", help=f"of {', '.join(runs_of(FIRST_SEED))}; default all")
-    add("--append", type=Path, help="JSON of earlier runs, to which these are added")
+    add_append_option(parser)
 
 
 def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -122,18 +120,8 @@ def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     for name in options.runs:
         if name not in known:
             parser.error(f"--runs: expected {', '.join(known)}, got {name}")
-    options.earlier = {"rows": [], "corpus": None}
-    if options.append is None:
-        return
-    here = {**in_fresh_process(environment, options.device, options.commit), **what_is_measured(options)}
-    try:
-        options.earlier = json.loads(options.append.read_text(encoding="utf-8"))
-        different = [name for name in ALIKE if options.earlier[name] != here[name]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"--append: expected results of this benchmark, got {options.append}: {describe(error)}")
-    if different:
-        got = ", ".join(f"{name} {options.earlier[name]} instead of {here[name]}" for name in different)
-        parser.error(f"--append: expected results of the same measurement, got {got}")
+    alike = {name: value for name, value in what_is_measured(options).items() if name in ALIKE}
+    options.earlier = earlier_record(parser, options, alike) or {"rows": [], "corpus": None}
 
 
 BENCHMARK = Benchmark(

@@ -83,6 +83,26 @@ def test_the_script_keeps_rows_and_compares_graphs(tmp_path):
     assert (record["world"], record["microbatches"], record["failures"], record["targets"]) == (2, 2, [], [])
 
 
+def test_variants_are_added_to_earlier_ones(tmp_path):
+    file, records = tmp_path / "flat.json", []
+    for variant, tokens in (("optimizer-graphed-end", 4), ("optimizer-eager-end", 4), ("ddp", 5)):
+        append = ("--append", file) if file.exists() else ()
+        options = ("--models", "gpt", "--layers", 1, "--tokens", tokens, "--variants", variant, "--commit", "abc")
+        process = run_script("bench_flat.py", "--device", "cpu", *options, "--out", tmp_path, *append)
+        if tokens == 5:
+            assert process.returncode == 2 and "same measurement, got tokens [4] instead of [5]" in process.stderr
+            break
+        assert process.returncode == 0, process.stderr
+        records.append(json.loads(file.read_text()))
+    first, second = records
+    names = ["optimizer-eager-end", "optimizer-graphed-end"]
+    assert [row["variant"] for row in second["rows"]] == list(second["variants"]) == names
+    assert second["rows"][1] == {**first["rows"][0], "equal_to_eager": True}
+    assert second["command"] == (
+        "python benchmarks/bench_flat.py --device cpu --layers 1 --tokens 4 --models gpt --variants " + " ".join(names)
+    )
+
+
 def test_variants_are_te_graphs_and_peers():
     assert [name for name, variant in variants.VARIANTS.items() if variant.is_ours] == OURS == targets.OURS
     options = bench.BENCHMARK.parse_args(["--device", "cpu"])
