@@ -67,6 +67,7 @@ void bind(py::module_& m) {
         .def("missing", &FlatGradients::missing)
         .def("elsewhere", &FlatGradients::elsewhere)
         .def("note_read", noting(Event::kRead))
+        .def("is_reduced", &FlatGradients::is_reduced)
         .def("take_reduced", &FlatGradients::take_reduced)
         .def("note_reduced", noting(Event::kReduced))
         .def("note_written", noting(Event::kWritten))

@@ -25,7 +25,8 @@ public:
     // Numbers of those that are not there, and of those whose gradient is another tensor [...], with that.
     Numbers missing() const;
     std::vector<std::pair<size_t, at::Tensor>> elsewhere() const;
-    // Whether they have been reduced since this was asked last.
+    // Whether they have been reduced since take_reduced() was called last, at the beginning of a backward.
+    bool is_reduced() const { return is_reduced_; }
     bool take_reduced() { return is_reduced_.exchange(false); }
 
     // Does what `event` means on the host, in each replay of what is captured, too. What is read there must be there, or

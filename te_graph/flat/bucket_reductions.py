@@ -27,8 +27,14 @@ class BucketReductions:
     def __init__(self, buffers: Sequence[FlatBuffer], reduction: Reduction, side: SideStream) -> None:
         self._buffers, self._reduction, self._side = buffers, reduction, side
         self._carried = CarriedGradients(buffers)
+        self._has_begun = False
         self._buckets = [(buffer, place) for buffer in buffers for place in range(len(buffer.layout.buckets))]
         self.bucket_sizes = [len(buffer.layout.buckets[place].members) for buffer, place in self._buckets]
+
+    def note_backward(self) -> None:
+        """Called when a backward begins."""
+        self._has_begun = True
+        self.prepare()
 
     def prepare(self) -> None:
         """Called before more is added to what has been reduced, or it would be reduced again."""
@@ -79,10 +85,13 @@ class BucketReductions:
         captured, before each replay."""
         if not self._reduction.changes_what_is_alike:
             return
-        self._carried.expect_none(
+        message = (
             f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
             "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
         )
+        self._carried.expect_none(message)
+        if self._reduction.is_sharded and self._has_begun and any(map(_is_not_reduced, self._buffers)):
+            raise RuntimeError(message)
         check = weak_method(self, "expect_reduced")
         before_replay(lambda: check(op))
 
@@ -104,3 +113,9 @@ class BucketReductions:
     def _run_bucket(self, number: int, adopts: bool = True) -> None:
         buffer, place = self._buckets[number]
         self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
+
+
+def _is_not_reduced(buffer: FlatBuffer) -> bool:
+    """Whether gradients in ``buffer`` are those of this rank alone."""
+    gradients = buffer.all_gradients
+    return not gradients.is_reduced() and len(gradients.missing()) < len(buffer.parameters)

@@ -424,7 +424,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
                 )
             self.check_places()
             self.wait_for_parameters()  # of modules that were not called: no two collectives at once
-            self._reductions.prepare()
+            self._reductions.note_backward()
             return self._syncs and self.overlap and self._reduction.is_distributed
 
     def _reduce_ready(self, number: int) -> None:

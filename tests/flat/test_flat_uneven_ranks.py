@@ -87,3 +87,36 @@ def scenario_by_hand(rank: Rank, overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_rank_without_a_last_micro_batch_reduces_by_hand(ranks: Any, overlap: bool) -> None:
     ranks.run(scenario_by_hand, 2, overlap)
+
+
+def scenario_not_reduced(rank: Rank) -> None:
+    """A sharded step or clip with what each rank has computed alone is an error; nothing is stepped."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64).to(rank.device)
+    flat = tg.FlatParameters(module, shard="optimizer")
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.1)
+    x, before = torch.ones(3, 64, device=rank.device), module.weight.detach().clone()
+    optimizer.step()  # without gradients
+    for read in (optimizer.step, lambda: tg.clip_grad_norm_(flat, 1.0)):
+        with flat.no_sync():
+            module(x).sum().backward()
+        with pytest.raises(
+            RuntimeError, match="expected gradients of flat parameters that have been reduced, but more"
+        ):
+            read()
+        assert same_bits(module.weight.detach(), before)
+    flat.reduce_gradients()
+    optimizer.step()
+    assert not same_bits(module.weight.detach(), before)
+    optimizer.zero_grad()
+    with flat.no_sync():
+        module(x).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    module(x).sum().backward()
+    optimizer.step()
+    flat.close()
+
+
+def test_sharded_gradients_that_were_not_reduced_are_not_stepped(ranks: Any) -> None:
+    ranks.run(scenario_not_reduced, 3)
