@@ -133,8 +133,8 @@ public:
                                                                               : args_.scale;
     }
 
-    // Reduces a line, and sends the sum to all peers in a two-shot all-reduce. `received` has been polled once. scale():
-    // the factor, asked for when all has arrived.
+    // Reduces a line, and sends the sum to all peers in a two-shot all-reduce. `received` has been polled once.
+    // scale(): the factor, asked for when all has arrived.
     template <typename Scale>
     __device__ void reduce(LaunchState& state, int line, const Fragment& own, const Scale& scale,
                            Received& received) const {

@@ -35,8 +35,8 @@ cudaError_t find_is_for_hopper(bool& is_for_hopper) {
     return cudaSuccess;
 }
 
-// Launches kKernel, which calls wait_for_kernel_before(); in clusters of `cluster` blocks along x where that is above 1,
-// which the kernel must be compiled for.
+// Launches kKernel, which calls wait_for_kernel_before(); in clusters of `cluster` blocks along x where that is above
+// 1, which the kernel must be compiled for.
 template <auto kKernel, typename... Arguments>
 cudaError_t launch_dependent(dim3 grid, unsigned threads, unsigned cluster, cudaStream_t stream,
                              const Arguments&... arguments) {

@@ -20,7 +20,8 @@ public:
     virtual ~HostStep() = default;
     // What has changed so that a replay would be wrong, as "... changed"; empty: nothing. With the GIL.
     virtual std::string change() const { return {}; }
-    // Why this one call is to run eagerly, whatever else is as at capture, as "called ..."; empty: nothing. With the GIL.
+    // Why this one call is to run eagerly, whatever else is as at capture, as "called ..."; empty: nothing. With the
+    // GIL.
     virtual std::string obstacle() const { return {}; }
     // Before each replay. What it launches runs before the graph, on the current stream. All steps are prepared before
     // one is done.

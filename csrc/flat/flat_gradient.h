@@ -16,8 +16,9 @@ namespace te_graph::flat {
 
 class FlatGradient final : public GradView, public std::enable_shared_from_this<FlatGradient> {
 public:
-    // number: among those that `backwards` knows. name: of the parameter, for messages. parameter: [...], a leaf. data, memory: [...] like the parameter, where its
-    // values and its gradient lie in flat buffers. reset: of main_grad; null: the memory is .grad.
+    // number: among those that `backwards` knows. name: of the parameter, for messages. parameter: [...], a leaf. data,
+    // memory: [...] like the parameter, where its values and its gradient lie in flat buffers. reset: of main_grad;
+    // null: the memory is .grad.
     FlatGradient(size_t number, std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
                  std::shared_ptr<MainGradReset> reset, const std::shared_ptr<Backwards>& backwards);
 

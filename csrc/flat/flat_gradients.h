@@ -29,8 +29,8 @@ public:
     bool is_reduced() const { return is_reduced_; }
     bool take_reduced() { return is_reduced_.exchange(false); }
 
-    // Does what `event` means on the host, in each replay of what is captured, too. What is read there must be there, or
-    // missing, as it was; nothing can be captured that lies elsewhere.
+    // Does what `event` means on the host, in each replay of what is captured, too. What is read there must be there,
+    // or missing, as it was; nothing can be captured that lies elsewhere.
     void note(Event event);
 
 private:

@@ -6,8 +6,8 @@ namespace te_graph::fp8 {
 namespace {
 
 // Grid: one block of 256 threads for a tile of 128 x 128 elements of what is made (cast_tile.cuh).
-// Bytes per element made, of b bytes: for y, b read (gated 2 b); for the gradient of x, 2 b read (gated 2.5 b, which the
-// tiles of gate and up read once each, the second time from L2); 1 written, and 1 for the transposed copy.
+// Bytes per element made, of b bytes: for y, b read (gated 2 b); for the gradient of x, 2 b read (gated 2.5 b, which
+// the tiles of gate and up read once each, the second time from L2); 1 written, and 1 for the transposed copy.
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
 template <typename T, Format kFormat, typename Source>
 __global__ void __launch_bounds__(kThreads, 2)

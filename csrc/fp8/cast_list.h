@@ -20,7 +20,8 @@ void check_not_empty(const char* op, at::TensorList weights);
 
 // One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
 // scale_inv, amax: vectors of any strides that have n elements together, amax none at all where none is recorded;
-// counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or [1] or undefined, for its memory alone.
+// counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or [1] or undefined, for its memory
+// alone.
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                            at::TensorList scale, at::TensorList scale_inv, at::TensorList amax,
                            const at::Tensor& counts, const at::Tensor& noop);

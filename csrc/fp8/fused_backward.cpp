@@ -18,8 +18,8 @@ constexpr size_t kInput = 0;                 // of an activation
 
 }  // namespace
 
-// What a stage's product gets for its backward: the cast of the gradient of its result, [M, O], [O, padded(M)], [1], and
-// its column sums [O].
+// What a stage's product gets for its backward: the cast of the gradient of its result, [M, O], [O, padded(M)], [1],
+// and its column sums [O].
 struct FusedBackward::CastGrad {
     at::Tensor data, transposed, scale_inv, sums;
 };

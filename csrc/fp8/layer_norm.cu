@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
 }
 
 // Grid: one block for a tile. kCasts: ds is cast.
-// Bytes per element of b bytes: 2 b read, b written, b more for grad_sum, 1 for the cast, and 1 for its transposed copy.
+// Bytes per element of b bytes: 2 b read, b written, b more for grad_sum, 1 for the cast, and 1 for its transposed
+// copy.
 template <typename T, Format kFormat, bool kCasts>
 __global__ void __launch_bounds__(kThreads, 2)
     fp8_layer_norm_backward_kernel(const LayerNormBackward work, const Cast cast, const ColumnSums sums,

@@ -116,7 +116,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
             rstd};
 }
 
-// Column sums that an op makes: its result [N], or [0] where they are not asked for or go into `out`, and where they go.
+// Column sums that an op makes: its result [N], or [0] where they are not asked for or go into `out`, and where they
+// go.
 struct SumsOut {
     at::Tensor result;  // [N] or [0]
     at::Tensor target;  // [N], that or what was given; undefined: they are not asked for
@@ -130,8 +131,8 @@ SumsOut sums_out(const char* argument, bool is_asked_for, const MaybeTensor& out
     return {result, is_result ? result : out.value_or(at::Tensor())};
 }
 
-// Results are ds [M, N]; with a dtype its casts as above, without three of [0]; the gradients of weight and bias and the
-// column sums of ds, [N] or [0], as output_mask asks for them, but not what goes into given tensors.
+// Results are ds [M, N]; with a dtype its casts as above, without three of [0]; the gradients of weight and bias and
+// the column sums of ds, [N] or [0], as output_mask asks for them, but not what goes into given tensors.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& grad,       // [M, N]
     const MaybeTensor& grad_sum,  // [M, N]

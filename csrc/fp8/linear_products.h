@@ -29,8 +29,8 @@ public:
                    ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column,
                    at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
-    // What a call does beside its launches: of weight [O, I] or [I, O]; scale: of the input's cast [1], where it repeats
-    // one; steps: of the capture that it is in, or null.
+    // What a call does beside its launches: of weight [O, I] or [I, O]; scale: of the input's cast [1], where it
+    // repeats one; steps: of the capture that it is in, or null.
     struct Call {
         const at::Tensor& weight;
         bool records_amax;
@@ -79,8 +79,8 @@ public:
     // weight: [O, I] or [I, O].
     void cast_weights(const at::Tensor& weight, bool records_amax) const { cast_weights_(weight, records_amax); }
 
-    // Casts weight [O, I] or [I, O] once more by scale [1], with which it was cast, or under current scaling by its own.
-    // recorded: the mark of the weight by then, if its amax was recorded.
+    // Casts weight [O, I] or [I, O] once more by scale [1], with which it was cast, or under current scaling by its
+    // own. recorded: the mark of the weight by then, if its amax was recorded.
     using CastAgain = std::function<void(const at::Tensor& weight, const std::optional<at::Tensor>& scale,
                                          const std::optional<WeightMark>& recorded)>;
     void set_cast_again(CastAgain cast_again) { cast_again_ = std::move(cast_again); }
@@ -98,16 +98,16 @@ public:
 
     // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted; one
     // that was not is cast anew when its scale has changed, since a graph that casts other weights than the layer's own
-    // does so by the present scale. In a capture that has itself cast the weight: whether it is as that cast left it. In
-    // other captures `records_amax` is ignored: each replay's WeightStep records it.
+    // does so by the present scale. In a capture that has itself cast the weight: whether it is as that cast left it.
+    // In other captures `records_amax` is ignored: each replay's WeightStep records it.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // Whether the copies are a cast of weight [O, I] or [I, O] as it is, by whatever scale.
     bool holds(const at::Tensor& weight) const;
     // Whether the last cast that is not captured is of weight [O, I] or [I, O] as it is, and its amax was recorded.
     bool has_recorded_amax(const at::Tensor& weight) const;
-    // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams. is_recorded:
-    // its amax was recorded, now or by the cast that this one repeats, whose number is `repeated`. updated_casts: by the
-    // scale of then; the present one without.
+    // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
+    // is_recorded: its amax was recorded, now or by the cast that this one repeats, whose number is `repeated`.
+    // updated_casts: by the scale of then; the present one without.
     void note_cast(WeightMark mark, bool is_recorded, std::shared_ptr<const CastDone> done,
                    std::optional<int64_t> repeated = std::nullopt, std::optional<int64_t> updated_casts = std::nullopt);
     // Before a cast of the weight inside what this thread captures (or warms up), which has written the weight, so that

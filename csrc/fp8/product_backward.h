@@ -55,12 +55,12 @@ public:
     };
     // First of all: what hooks of saved tensors run, as a checkpoint's recomputation, is no part of what follows.
     Run begin();
-    // Then, where gradients may be added up here: finds where. grad: [...], what the ops read, of the dtype of the result.
-    // weight, bias: edges to the parameters whose gradients are asked for, or null.
+    // Then, where gradients may be added up here: finds where. grad: [...], what the ops read, of the dtype of the
+    // result. weight, bias: edges to the parameters whose gradients are asked for, or null.
     void find_memory(Run& run, const at::Tensor& grad, const torch::autograd::Edge* weight,
                      const torch::autograd::Edge* bias) const;
-    // Multiplies grad [..., O]: gradients of x, [..., I] of x_dtype, weight and bias, as far as output_mask asks for them
-    // and they do not go by themselves.
+    // Multiplies grad [..., O]: gradients of x, [..., I] of x_dtype, weight and bias, as far as output_mask asks for
+    // them and they do not go by themselves.
     std::tuple<at::Tensor, at::Tensor, at::Tensor> multiply(const Run& run, const at::Tensor& grad,
                                                             at::ScalarType x_dtype,
                                                             std::array<bool, 3> output_mask) const;

@@ -61,8 +61,9 @@ public:
 private:
     // What comes on the current stream does so after what other streams did with the table. With the mutex.
     void order();
-    // Updates, if the tensor of `column`, or of any without one, was cast since the last time. What was is due until the
-    // launch: another thread, whose tensor is due as well, is not to cast it before. An update too many rolls nothing.
+    // Updates, if the tensor of `column`, or of any without one, was cast since the last time. What was is due until
+    // the launch: another thread, whose tensor is due as well, is not to cast it before. An update too many rolls
+    // nothing.
     void update_if_due(std::optional<int64_t> column);
     // With the mutex.
     bool has_due(std::optional<int64_t> column) const;

@@ -10,8 +10,8 @@ public:
     // Of weight [O, I] or [I, O].
     explicit WeightReference(const at::Tensor& weight);
 
-    // The weight, [O, I] or [I, O]. Where that tensor is gone, as one of `detach()` soon is, another one over its memory
-    // with its counter of writes; undefined where the memory is gone as well.
+    // The weight, [O, I] or [I, O]. Where that tensor is gone, as one of `detach()` soon is, another one over its
+    // memory with its counter of writes; undefined where the memory is gone as well.
     at::Tensor lock() const;
     bool is_gone() const { return tensor_.expired() && storage_.expired(); }
 

@@ -50,8 +50,8 @@ private:
 // Before a replay of such a backward: casts the weight as the forward did, where other casts have come since.
 class RepeatedCastStep final : public HostStep {
 public:
-    // weight: [O, I] or [I, O]; scale: [1], of the forward's cast, written by each replay of it, or nothing under current
-    // scaling.
+    // weight: [O, I] or [I, O]; scale: [1], of the forward's cast, written by each replay of it, or nothing under
+    // current scaling.
     RepeatedCastStep(std::shared_ptr<LinearProducts> products, const at::Tensor& weight,
                      std::optional<at::Tensor> scale, std::shared_ptr<LeftCast> left);
 

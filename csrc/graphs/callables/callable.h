@@ -51,8 +51,8 @@ struct InputSpec {
     bool is_cast_anew;             // autocast casts it at each of several uses, and would cast a leaf once
 };
 
-// A part of the backward that only gradients of certain outputs reach. It is not linear in them, draws random numbers or
-// writes memory outside: where none of them comes, a replay must not run it with zeros.
+// A part of the backward that only gradients of certain outputs reach. It is not linear in them, draws random numbers
+// or writes memory outside: where none of them comes, a replay must not run it with zeros.
 struct NonlinearPart {
     std::vector<bool> outputs;  // [differentiable outputs]
     std::string message;

@@ -21,8 +21,8 @@ bool is_lent(const c10::StorageImpl& storage);
 // know of the StorageImpl.
 void move_if_lent(c10::StorageImpl& storage);
 
-// An alias of `tensor` [...], of no autograd graph, that stays where the memory is now when a lent storage moves, as the
-// address in a graph does.
+// An alias of `tensor` [...], of no autograd graph, that stays where the memory is now when a lent storage moves, as
+// the address in a graph does.
 at::Tensor alias_in_place(const at::Tensor& tensor);
 
 // True where more than the caller's reference is left of `storage`. A Python object that torch once made for it, and

@@ -232,8 +232,8 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
         value->object_ = Py_NewRef(object);
         return value;
     }
-    // A named tuple is its items; another subclass may have attributes besides. From the snapshot of a container nothing
-    // leads to those of a member that is there later, so that members of derived classes have none.
+    // A named tuple is its items; another subclass may have attributes besides. From the snapshot of a container
+    // nothing leads to those of a member that is there later, so that members of derived classes have none.
     const bool is_tuple = PyTuple_Check(object) && Py_TYPE(object)->tp_dictoffset == 0;
     if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
     if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) {

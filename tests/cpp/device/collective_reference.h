@@ -10,8 +10,8 @@
 
 namespace te_graph::collectives {
 
-// Reference: one element after the other, in fp32, in the order of the ranks, times the factor, rounded once. What is sent
-// in bf16 is rounded to it before.
+// Reference: one element after the other, in fp32, in the order of the ranks, times the factor, rounded once. What is
+// sent in bf16 is rounded to it before.
 inline float larger(float a, float b) {
     if (a != a || b != b) return std::nanf("");
     if (a == b) return std::signbit(a) ? b : a;

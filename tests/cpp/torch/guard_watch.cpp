@@ -254,7 +254,8 @@ TEST_F(CallableGuardTest, OrdersOfOrderedDictionariesThatChangeAreNoticed) {
     }
 }
 
-// Containers without weak references, and functions, that nobody else holds: the next of a kind stands at their address.
+// Containers without weak references, and functions, that nobody else holds: the next of a kind stands at their
+// address.
 TEST_F(CallableGuardTest, WhatStandsAtTheAddressOfADeadOneIsNotTakenForIt) {
     py::dict scope;
     py::exec(R"(
