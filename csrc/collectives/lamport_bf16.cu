@@ -1,8 +1,7 @@
 // Kernels of the Lamport protocol that send fp32 tensors as bf16 (protocols.h, low_latency.cuh).
 // Formula: out = (bf16(x_0) + bf16(x_1) + ...) * scale in rank order, in fp32; of an all-reduce rounded to bf16, since
 // its sums are sent, so that all ranks have the same bits.
-// Bytes per element: 4 read, 4 written, 2 received and cleared for each peer's; elements are rounded when they are
-// loaded, so there is no other pass over memory.
+// Bytes per element: 4 read, 4 written, and 2 received and 2 cleared for each peer. Rounding is a part of the load.
 #include "collectives/lamport.cuh"
 
 namespace te_graph::collectives {

@@ -48,8 +48,8 @@ constexpr int kSentinelByte = 0xFF;
 // Also a NaN of each format, and the largest word below the sentinel, so that a minimum replaces the sentinel by it.
 constexpr uint32_t kNanWord = kSentinelWord - 1;
 
-// Lines of the Lamport protocol may have bf16 of fp32 tensors, 256 bytes of them each: all of an operation's, of any
-// size. All-reduces are two-shot then.
+// LamportBf16 is the same protocol for fp32 tensors that are sent as bf16: a line has 64 elements, 256 bytes of the
+// tensor. It serves reductions of every size; all-reduces are two-shot.
 
 // The simple protocol of large all-gathers, as in NCCL: chunks of 16 KB of plain data, each followed by a fence and one
 // flag. A rank announces in a handshake where its output is; outputs in its memory pool are written by the peers

@@ -2,6 +2,8 @@
 #include "collectives/protocols.h"
 #include "common/element_cpu.h"
 
+#include <cmath>
+
 namespace te_graph::collectives {
 namespace {
 

@@ -28,7 +28,7 @@ void Backwards::enter(size_t gradient, const std::string& name) {
     TORCH_CHECK(
         buckets_.may_write(gradient), "FlatParameters: the gradient of ", name,
         " is accumulated more often in this backward than in those before, and its bucket is being reduced: make "
-        "it with overlap=False where that varies");
+        "it with overlap_grad_reduce=False where that varies");
 }
 
 // What the engine holds of a task that has begun, for as long as the task lives.
@@ -51,17 +51,17 @@ private:
 };
 
 void Backwards::begin(int64_t task) {
-    if (last_ == task) return;
+    if (last_task_ == task) return;
     finish_failed();
     bool is_first = false;
     {
         const std::lock_guard lock(mutex_);
         if (!tasks_.insert(task).second) return;
-        last_ = task;
+        last_task_ = task;
         outer_.reset();
-        is_first = !std::exchange(is_open_, true);
+        is_first = !std::exchange(is_under_way_, true);
         if (is_first) {
-            received_.clear();
+            pending_by_thread_.clear();
             stream_.reset();
             reduces_ = false;
             buckets_.begin();
@@ -85,7 +85,7 @@ void Backwards::leave(int64_t task) {
         const auto outer = torch::autograd::get_current_node();
         const std::lock_guard lock(mutex_);
         tasks_.erase(task);
-        if (last_ == task) last_ = -1;
+        if (last_task_ == task) last_task_ = -1;
         if (outer) {
             outer->add_post_hook(std::make_unique<EnterOuter>([weak = weak_from_this()] {
                 if (const auto self = weak.lock()) self->begin(torch::autograd::get_current_graph_task_id());
@@ -94,8 +94,9 @@ void Backwards::leave(int64_t task) {
             buckets_.stop();
         }
         if (outer || !tasks_.empty()) return;
-        for (const auto& [thread, received] : std::exchange(received_, {})) buckets_.note_accumulated(received.first);
-        is_open_ = false;
+        for (const auto& [thread, received] : std::exchange(pending_by_thread_, {}))
+            buckets_.note_accumulated(received.first);
+        is_under_way_ = false;
         first = buckets_.end(/*learns=*/reduces_);
     }
     calls_.end(first);
@@ -104,7 +105,7 @@ void Backwards::leave(int64_t task) {
 void Backwards::abandon(int64_t task) {
     const std::lock_guard lock(mutex_);
     if (tasks_.erase(task) == 0) return;  // it has left
-    if (last_ == task) last_ = -1;
+    if (last_task_ == task) last_task_ = -1;
     outer_.reset();
 }
 
@@ -112,8 +113,8 @@ void Backwards::finish_failed() {
     size_t first = 0;
     {
         const std::lock_guard lock(mutex_);
-        if (!is_open_ || !tasks_.empty() || !outer_.expired()) return;
-        is_open_ = false;
+        if (!is_under_way_ || !tasks_.empty() || !outer_.expired()) return;
+        is_under_way_ = false;
         first = buckets_.end(/*learns=*/false);
         if (!reduces_) return;
     }
@@ -133,7 +134,7 @@ void Backwards::note_accumulated(size_t gradient, int64_t stream) {
 
 void Backwards::note_received(size_t gradient, int64_t stream) {
     const std::lock_guard lock(mutex_);
-    received_[std::this_thread::get_id()] = {gradient, stream};
+    pending_by_thread_[std::this_thread::get_id()] = {gradient, stream};
 }
 
 bool Backwards::looks_early() const {
@@ -145,10 +146,10 @@ void Backwards::flush_received() {
     std::pair<size_t, int64_t> received;
     {
         const std::lock_guard lock(mutex_);
-        const auto found = received_.find(std::this_thread::get_id());
-        if (found == received_.end()) return;
+        const auto found = pending_by_thread_.find(std::this_thread::get_id());
+        if (found == pending_by_thread_.end()) return;
         received = found->second;
-        received_.erase(found);
+        pending_by_thread_.erase(found);
     }
     note_accumulated(received.first, received.second);
 }

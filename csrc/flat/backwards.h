@@ -1,5 +1,5 @@
-// The backwards that write to the gradients of one FlatParameters, and what it does in them. Those that run at once, or
-// one inside of another, are one: it begins with the first and ends with the last of them.
+// All backwards that write gradients of one FlatParameters. Backwards that are nested, or run at once, count as one: it
+// begins with the first and ends with the last of them.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,9 @@ struct BackwardCalls {
     std::function<bool()> begin;        // before the first gradient is written: whether its buckets are reduced
     std::function<void(size_t)> ready;  // a bucket is complete, and what writes it has been launched
     std::function<void(size_t)> end;    // all gradients have been written; the buckets before this one have been told
-    std::function<void(size_t)> fail;   // before the next one begins: one has failed whose buckets are reduced. Those
-                                        // before this one have been told, of which each rank may have told others
+    // Before the next backward, if the last one failed while its buckets were being reduced. Buckets before this one
+    // have been told here; other ranks may have come further, or less far.
+    std::function<void(size_t)> fail;
 };
 
 class Backwards : public std::enable_shared_from_this<Backwards> {
@@ -38,7 +39,8 @@ public:
     void enter(size_t gradient, const std::string& name);
     // What writes it has been launched on `stream`.
     void note_accumulated(size_t gradient, int64_t stream);
-    // AccumulateGrad is about to write it: that has happened when this thread comes to the next one.
+    // AccumulateGrad is about to write this gradient and will not report back: it has been written by the time that this
+    // thread comes to its next gradient, or that the backward ends.
     void note_received(size_t gradient, int64_t stream);
     // Whether it is known early enough what may be reduced while the backward goes on.
     bool looks_early() const;
@@ -54,15 +56,16 @@ private:
     void tell_ready();
 
     const BackwardCalls calls_;
-    std::atomic<int64_t> last_{-1};  // of tasks_, that has entered last
+    std::atomic<int64_t> last_task_{-1};  // that has entered last, a short cut of begin()
     mutable std::mutex mutex_;
     std::set<int64_t> tasks_;                     // of the engine, that have begun
-    std::weak_ptr<torch::autograd::Node> outer_;  // of a task that has not; one inside has left
-    bool is_open_ = false;                        // what follows is about the backward that is
+    std::weak_ptr<torch::autograd::Node> outer_;  // of an outer task that has not begun, while one inside has ended
+    bool is_under_way_ = false;                   // a backward, which the following is about
     bool reduces_ = false;                        // its buckets, as they become ready
     ReadyBuckets buckets_;
-    std::optional<int64_t> stream_;                                   // on which its gradients are written
-    std::map<std::thread::id, std::pair<size_t, int64_t>> received_;  // by each thread, last, and on which stream
+    std::optional<int64_t> stream_;  // on which its gradients are written
+    // The gradient that AccumulateGrad writes on each thread, and on which stream.
+    std::map<std::thread::id, std::pair<size_t, int64_t>> pending_by_thread_;
 };
 
 }  // namespace te_graph::flat

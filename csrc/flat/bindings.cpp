@@ -17,9 +17,7 @@ namespace {
 // of its own bytes, so that it is saved and sharing is told as if it lay alone.
 at::Tensor view_in_buffer(const at::Tensor& buffer, int64_t offset, const at::Tensor& like) {
     TORCH_CHECK_VALUE(0 <= offset && offset + like.numel() <= buffer.numel(),
-                      "view_in_buffer: expected offset from 0 "
-                      "to ",
-                      buffer.numel() - like.numel(), ", got ", offset);
+                      "view_in_buffer: expected offset from 0 to ", buffer.numel() - like.numel(), ", got ", offset);
     char* const begin = static_cast<char*>(buffer.mutable_data_ptr()) + offset * buffer.element_size();
     return at::from_blob(
         begin, like.sizes(), like.strides(), [buffer](void*) {}, buffer.options(), buffer.device());

@@ -18,8 +18,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Whether autograd, when it has accumulated a gradient of `leaf` [...], or before it does, calls something that comes
-// after te_graph's own hook: what that has taken, it would miss.
+// Whether a later hook of `leaf` [...], or one on its AccumulateGrad node, needs the gradient as well: then autograd has
+// to accumulate it.
 bool something_follows(const at::Tensor& leaf) {
     const torch::autograd::AutogradMeta& meta = *autograd_meta_of(leaf);
     if (meta.post_acc_grad_hooks_ || !dynamic_cast<const GradViewHook*>(meta.hooks_.back().get())) return true;

@@ -16,9 +16,11 @@ namespace te_graph::flat {
 
 class FlatGradient final : public GradView, public std::enable_shared_from_this<FlatGradient> {
 public:
-    // number: among those that `backwards` knows. name: of the parameter, for messages. parameter: [...], a leaf. data,
-    // memory: [...] like the parameter, where its values and its gradient lie in flat buffers. reset: of main_grad;
-    // null: the memory is .grad.
+    // number: by which `backwards` knows it.
+    // name: of the parameter, for messages.
+    // parameter: [...], a leaf.
+    // data, memory: [...] like the parameter, where its values and its gradient lie in flat buffers.
+    // reset: of its main_grad; null: the memory is .grad.
     FlatGradient(size_t number, std::string name, const at::Tensor& parameter, at::Tensor data, at::Tensor memory,
                  std::shared_ptr<MainGradReset> reset, const std::shared_ptr<Backwards>& backwards);
 
@@ -34,7 +36,7 @@ public:
     std::string describe(State state) const;
     // The gradient [...] where it lies elsewhere, or undefined.
     at::Tensor elsewhere() const;
-    // Lets the memory be the gradient: .grad, or a main_grad that is there. The caller overwrites it.
+    // Makes the memory the gradient: sets .grad, or marks main_grad as there. The caller overwrites it.
     void adopt();
     // Who holds what is .grad, or the parameter, sees by its version that it has been written.
     void note_written() const;

@@ -80,6 +80,9 @@ void FlatGradients::run(Event event) {
                 break;
             case Event::kDropped:
                 gradient->drop();
+                break;
+            case Event::kCount:
+                break;
         }
     }
 }

@@ -15,7 +15,7 @@ class FlatGradients : public std::enable_shared_from_this<FlatGradients> {
 public:
     using Pointers = std::vector<std::shared_ptr<FlatGradient>>;
     using Numbers = std::vector<size_t>;
-    enum class Event { kRead, kWritten, kReduced, kStepped, kParametersWritten, kDropped };
+    enum class Event { kRead, kWritten, kReduced, kStepped, kParametersWritten, kDropped, kCount };
 
     explicit FlatGradients(Pointers gradients) : gradients_(std::move(gradients)) {}
 
@@ -29,8 +29,8 @@ public:
     bool is_reduced() const { return is_reduced_; }
     bool take_reduced() { return is_reduced_.exchange(false); }
 
-    // Does what `event` means on the host, in each replay of what is captured, too. What is read there must be there,
-    // or missing, as it was; nothing can be captured that lies elsewhere.
+    // Does what `event` means on the host, now and in each replay of the capture under way. For kRead a replay also
+    // checks that the same gradients are there as at capture, and none outside of the buffer.
     void note(Event event);
 
 private:
@@ -38,7 +38,7 @@ private:
     void run(Event event);
 
     const Pointers gradients_;
-    const char identities_[6] = {};  // an address for each event
+    const char identities_[static_cast<size_t>(Event::kCount)] = {};  // an address for each event
     std::atomic<bool> is_reduced_{false};
 };
 

@@ -34,9 +34,9 @@ public:
         looks_early_ = std::find(expected_.begin(), end, 0) == end;
     }
     bool looks_early() const { return looks_early_; }
-    // False: it is too late for this one.
+    // False: its bucket has been told already, and what is added to it would be lost.
     bool may_write(size_t gradient) const { return bucket_of_[gradient] >= next_; }
-    // Something else accumulates meanwhile: what is told from here on is told at the end.
+    // Another backward or stream writes gradients, too: from here on buckets are told at the end.
     void stop() { looks_early_ = false; }
     void note_accumulated(size_t gradient) {
         if (++seen_[gradient] == expected_[gradient]) --missing_[bucket_of_[gradient]];

@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Before the accumulation, not after it: between that and a hook behind it another backward may add to .grad.
+// Runs before the accumulation: after it another backward could add to .grad before this hook reads it.
 struct TakeGradientHook final : torch::autograd::FunctionPreHook {
     TakeGradientHook(const at::Tensor& leaf, std::function<void(at::Tensor)> take)
         : leaf_(leaf.getIntrusivePtr()), take_(std::move(take)) {}

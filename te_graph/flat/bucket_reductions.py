@@ -39,7 +39,7 @@ class BucketReductions:
     def prepare(self) -> None:
         """Called before more is added to what has been reduced, or it would be reduced again."""
         self._carried.forget_dropped()
-        if self._take_reduced() and self._reduction.changes_what_is_alike:
+        if self._take_reduced() and not self._reduction.is_idempotent:
             self._carried.put_aside()
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class BucketReductions:
     def expect_reduced(self, op: str) -> None:
         """Raise RuntimeError, in the name of ``op``, if more has come beside what has been reduced; where that is
         captured, before each replay."""
-        if not self._reduction.changes_what_is_alike:
+        if self._reduction.is_idempotent:
             return
         message = (
             f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +15,25 @@ from te_graph.flat.flat_buffer import FlatBuffer
 from te_graph.flat.layout import Bucket
 
 
+class _Aside(NamedTuple):
+    """What is aside of one buffer.
+
+    Attributes:
+        values: [n] like the buffer, -0.0 where nothing is.
+        parts: [...] each, views of these, by the numbers of their parameters.
+    """
+
+    values: Tensor
+    parts: dict[int, Tensor]
+
+
 class CarriedGradients(OwnObject):
-    """Lie aside from the beginning of a backward that adds to them on, until what it and others have added is reduced;
-    then they are added to that. In their places, and between those aside, is -0.0, which changes no sum."""
+    """Reduced gradients, kept out of the buffer while later backwards add to it. Meanwhile their places in the buffer
+    hold -0.0, which changes no sum; the next reduction adds them to its results."""
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
         self._buffers = buffers
-        self._aside: dict[
-            FlatBuffer, tuple[Tensor, dict[int, Tensor]]
-        ] = {}  # [n], and the part of each gradient, [...]
+        self._aside: dict[FlatBuffer, _Aside] = {}
         self._reduced_elsewhere = WeakTensorKeyDictionary()  # gradients [...] of the user's own
 
     def note_reduced(self) -> None:
@@ -46,7 +57,7 @@ class CarriedGradients(OwnObject):
             }
             torch._foreach_copy_(list(parts.values()), list(reduced.values()))
             _fill_with_negative_zeros_(list(reduced.values()))
-            self._aside[buffer] = values, parts
+            self._aside[buffer] = _Aside(values, parts)
 
     def _reduced(self, buffer: FlatBuffer) -> dict[int, Tensor]:
         """By number, the gradients [...] that have been."""
@@ -76,7 +87,7 @@ class CarriedGradients(OwnObject):
 
     @torch.no_grad()
     def _forget(self, buffer: FlatBuffer, numbers: Iterable[int]) -> None:
-        _, parts = self._aside[buffer]
+        parts = self._aside[buffer].parts
         forgotten = [parts.pop(number) for number in numbers if number in parts]
         if not parts:
             del self._aside[buffer]
@@ -91,7 +102,7 @@ class CarriedGradients(OwnObject):
 
     def of(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor | None:
         """Those of ``bucket`` of ``buffer``, [end - begin], -0.0 between; None: there are none."""
-        return self._aside[buffer][0][bucket.begin : bucket.end] if buffer in self._aside else None
+        return self._aside[buffer].values[bucket.begin : bucket.end] if buffer in self._aside else None
 
 
 def _fill_with_negative_zeros_(tensors: list[Tensor]) -> None:  # [...] each

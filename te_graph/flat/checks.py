@@ -170,7 +170,7 @@ def check_shard(shard: str) -> None:
         raise ValueError(f"FlatParameters: expected shard to be one of {SHARDS}, got {shard!r}")
 
 
-def check_overlap_gather(modules: Any, shard: str, named: Sequence[tuple[str, Tensor]]) -> dict[str, nn.Module]:
+def check_overlap_param_gather(modules: Any, shard: str, named: Sequence[tuple[str, Tensor]]) -> dict[str, nn.Module]:
     """The ``modules`` that are to wait for their parameters, by what tells them apart on all ranks.
 
     Raises:
@@ -178,25 +178,26 @@ def check_overlap_gather(modules: Any, shard: str, named: Sequence[tuple[str, Te
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(
-            f"FlatParameters: expected overlap_gather to be modules in a list, got {type(modules).__name__}"
+            f"FlatParameters: expected overlap_param_gather to be modules in a list, got {type(modules).__name__}"
         )
     names = {id(parameter): name for name, parameter in named}
     found = {}
     for number, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"FlatParameters: expected overlap_gather to be modules, got {type(module).__name__} as number {number}"
+                f"FlatParameters: expected overlap_param_gather to be modules, got {type(module).__name__} as number "
+                f"{number}"
             )
         own = [names[id(parameter)] for parameter in module.parameters() if id(parameter) in names]
         if not own:
             raise ValueError(
-                "FlatParameters: expected modules in overlap_gather to have parameters that are to be flat, got "
+                "FlatParameters: expected modules in overlap_param_gather to have parameters that are to be flat, got "
                 f"{type(module).__name__} without one as number {number}"
             )
-        found[f"overlap_gather {number} of {len(own)} from {own[0]} to {own[-1]}"] = module
+        found[f"overlap_param_gather {number} of {len(own)} from {own[0]} to {own[-1]}"] = module
     if found and shard == "none":
         raise ValueError(
-            "FlatParameters: expected shard='optimizer' with overlap_gather, got 'none': nothing is gathered then"
+            "FlatParameters: expected shard='optimizer' with overlap_param_gather, got 'none': nothing is gathered then"
         )
     return found
 

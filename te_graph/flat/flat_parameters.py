@@ -23,7 +23,7 @@ from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.checks import (
     check_grad_dtype,
     check_mesh,
-    check_overlap_gather,
+    check_overlap_param_gather,
     check_parameters,
     check_places,
     check_reduce_dtype,
@@ -89,7 +89,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             initialized. On all of its ranks the parameters get the values of the first one's; of a module its frozen
             ones and its buffers, too, that are dense and on the same device.
         peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None, of 16 multiprocessors at
-            most with ``overlap``.
+            most with ``overlap_grad_reduce``.
         mesh: in place of ``process_group``. Of one dimension: its group. Of two, replicas and shards: gradients are
             reduced over the last dimension by the peer group, whose ranks divide buckets, and these parts over the
             first one by its process group. What is sharded is so over the last dimension, and the same in all replicas.
@@ -101,22 +101,23 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
         shard: "none", all ranks have all gradients; "optimizer", each rank has those of its parts of the buckets alone,
             for ``optimizer``.
         gradient_scale: a factor that reductions multiply gradients by, beside the mean over ranks.
-        overlap: reduce buckets during the last backward, each as soon as its gradients are there, from the second one
-            that reduces on; by then it is known how often each is accumulated. A backward that accumulates one more
-            often than those before is an error. Buckets from the first one on with a parameter that was never used
-            wait for the end.
-        overlap_gather: modules, in the order in which the forward calls them, such as the layers of a model. Their
-            parameters, which other ranks have stepped, are gathered while the caller goes on, and each of them waits
-            for its own when it is called, saved or loaded. Nothing else does, so these are read in their forwards
+        overlap_grad_reduce: reduce each bucket during the last backward, as soon as its gradients are complete. Begins
+            with the second backward that reduces, since the first one shows how often each gradient is accumulated; one
+            more than ever before is an error. A parameter that has never had a gradient holds back its bucket, and all
+            buckets behind it, until the end of the backward.
+        overlap_param_gather: modules, in the order in which the forward calls them, such as the layers of a model.
+            Their parameters, which other ranks have stepped, are gathered while the caller goes on, and each module
+            waits for its own when it is called, saved or loaded. Nothing else does, so these are read in their forwards
             alone, or after ``wait_for_parameters()``. Those of no module here are there when ``step()`` returns.
         tp_group: a ``PeerGroup`` or a process group over whose ranks parameters are split that are marked so, as
             Megatron-LM, TransformerEngine and ``te_graph.Linear`` do it: ``parameter.tensor_model_parallel = True``.
-            Norms of gradients are taken over it; what is not marked, which all its ranks have, counts once. So does
-            what is ``shared`` with another pipeline stage, which counts there. Marks are read here, not later.
+            Norms of gradients are taken over it; what is not marked, which all its ranks have, counts once. Parameters
+            marked ``shared``, copies of those of another pipeline stage, are counted there. Marks are read here, not
+            later.
 
     Attributes:
-        process_group, peer_group, grad_dtype, reduce_dtype, shard, gradient_scale, overlap: as given, or made; of a
-            mesh the group of its last dimension.
+        process_group, peer_group, grad_dtype, reduce_dtype, shard, gradient_scale, overlap_grad_reduce: as given, or
+            made; of a mesh the group of its last dimension.
         replica_group: the process group of the first dimension of a mesh of two, or None.
         tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
@@ -153,12 +154,11 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
         bucket_bytes: int = BUCKET_BYTES,
         shard: str = "none",
         gradient_scale: float = 1.0,
-        overlap: bool = True,
-        overlap_gather: Iterable[nn.Module] = (),
+        overlap_grad_reduce: bool = True,
+        overlap_param_gather: Iterable[nn.Module] = (),
         tp_group: PeerGroup | ProcessGroup | None = None,
     ) -> None:
         groups = Groups.of(process_group, peer_group, mesh)
-        self.process_group, self.replica_group, self.peer_group = groups
         self.process_group, self.replica_group, self.peer_group = groups
         self._owns_group = peer_group is None
         steps = JointSteps(groups.reduced_over)
@@ -167,7 +167,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             named = named_parameters(module_or_params)
             self.parameters = [parameter for _, parameter in named]
             check_shard(shard)
-            modules = check_overlap_gather(overlap_gather, shard, named)
+            modules = check_overlap_param_gather(overlap_param_gather, shard, named)
             check_grad_dtype(grad_dtype, self.process_group)
             check_parameters(named, grad_dtype)
             check_reduce_dtype(reduce_dtype, grad_dtype)
@@ -176,13 +176,13 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             check_tp_group(named, self.tp_group, groups.reduced_over)
             self.grad_dtype, self.shard, self.gradient_scale = grad_dtype, shard, float(gradient_scale)
             self.reduce_dtype = grad_dtype if reduce_dtype is None else reduce_dtype
-            self.overlap = bool(overlap)
+            self.overlap_grad_reduce = bool(overlap_grad_reduce)
             return named, modules
 
         named, modules = steps.run("checking arguments", check)
         settings = (
             f"grad_dtype {grad_dtype}, reduce_dtype {self.reduce_dtype}, bucket_bytes {bucket_bytes}, shard {shard}, "
-            f"overlap {self.overlap}, gradient_scale {gradient_scale}"
+            f"overlap_grad_reduce {self.overlap_grad_reduce}, gradient_scale {gradient_scale}"
         )
         others = other_tensors(module_or_params, named)
         steps.expect_alike("model", [settings, *described(named), *described(others), *modules])
@@ -347,19 +347,9 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
         """
         return self._reduction.own_parts(buffer)
 
-    def gather_parameters(self) -> None:
-        """Get from each rank the parameters that it has stepped; for optimizers other than ``optimizer``'s.
-
-        Stream and capture: all-gathers on the current stream; none where nothing is sharded. With ``overlap_gather``
-            on a stream beside it, but in a capture.
-        """
-        self.gather.run_()
-        for buffer in self.buffers:
-            buffer.all_gradients.note_parameters_written()
-
     def wait_for_parameters(self) -> None:
-        """Let what comes on the current stream wait for parameters that are being gathered, by ``overlap_gather``:
-        before they are read elsewhere than in the forwards of its modules.
+        """Let what comes on the current stream wait for parameters that are being gathered: before those of modules in
+        ``overlap_param_gather`` are read elsewhere than in their forwards.
 
         Raises:
             RuntimeError: other code than ``graphed`` captures: its replays would not wait.
@@ -394,7 +384,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
 
     def _make_peer_group(self, device: torch.device) -> None:
         if self.peer_group is None and self.process_group is not None and self.process_group.size() > 1:
-            max_sms = OVERLAPPED_SMS if self.overlap else None
+            max_sms = OVERLAPPED_SMS if self.overlap_grad_reduce else None
             self.peer_group = PeerGroup(self.process_group, device=device, max_sms=max_sms)
 
     def _close_group(self) -> None:
@@ -425,7 +415,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             self.check_places()
             self.wait_for_parameters()  # of modules that were not called: no two collectives at once
             self._reductions.note_backward()
-            return self._syncs and self.overlap and self._reduction.is_distributed
+            return self._syncs and self.overlap_grad_reduce and self._reduction.is_distributed
 
     def _reduce_ready(self, number: int) -> None:
         """Called within a backward: all gradients of bucket ``number`` have been written, on the current stream."""

@@ -251,7 +251,7 @@ class FlattenedModule(nn.Module):
             group.install(views)
 
     def _source_of(self, flat: Tensor) -> tuple[Any, ...]:
-        """What views of ``flat`` [n] are made of: others, others."""
+        """Views of ``flat`` [n] stay valid for as long as this stays equal."""
         return flat.data_ptr(), flat.dtype, flat.device, flat.requires_grad, flat._version
 
     def _make_views(self, number: int) -> list[Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 256  # by which cuBLASLt chooses its kernels; vector loads need 16
-# Elements that norms sum in fp32 before they add exactly: parts of ranks are divided between those, so that a norm has
-# the same bits however many ranks there are.
+# Elements that a norm sums in fp32 before it adds exactly. Ranks divide buckets between chunks only, so that a norm has
+# the same bits for any number of ranks.
 CHUNK = 8192
 
 

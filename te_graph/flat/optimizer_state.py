@@ -22,8 +22,9 @@ class PartStates(Mapping[Tensor, dict[str, Any]]):
     """The state of each parameter's part on this rank, ``master`` among it.
 
     Attributes:
-        are_made: whether a step or a load has made them; as a condition they are that, which all ranks agree on, though
-            some may have no part of any parameter: torch.distributed.checkpoint calls ``step`` where states are empty.
+        are_made: whether a step or a load has made states. ``bool(self)`` is this, not whether the mapping is empty: a
+            rank may have no part of any parameter, but torch.distributed.checkpoint calls ``step``, which has
+            collectives, where states are empty.
     """
 
     def __init__(self, parameters: Sequence[Tensor], segments: Sequence[Segment], inner: Optimizer) -> None:
@@ -81,7 +82,7 @@ def whole_states(
     for parameter, part, state, of_parameter in zip(parameters, parts, states, kinds, strict=True):
         for key, kind in of_parameter.items():
             if isinstance(kind, torch.dtype):
-                # A rank whose part of the master is as the parameter tells it has not named it.
+                # A rank whose master is its parameter, widened, has not listed it, and still has values to contribute.
                 value = part.master_now() if part is not None and key == MASTER else state.get(key)
                 kind = _whole(parameter, part, value, kind, group)
             whole.setdefault(parameter, {})[key] = kind
@@ -119,8 +120,8 @@ def load_part(segment: Segment, parameter_state: Mapping[str, Any]) -> dict[str,
 
 
 def _state_of(segment: Segment, inner: Optimizer) -> dict[str, Any]:
-    """What ``inner`` keeps of the master of ``segment``, and the master where the parameter does not tell it: with a
-    state torch's optimizers take a parameter for one that has been stepped."""
+    """What ``inner`` keeps of the master of ``segment``, with the master if there is that, or if the parameter is a
+    rounded one. Otherwise nothing: torch's optimizers take any state as a sign that a parameter has been stepped."""
     state = inner.state.get(segment.master, {})
     if not segment.is_copied or not (state or _is_more_precise(segment)):
         return state

@@ -65,12 +65,15 @@ def _counted_ranges(buffer: FlatBuffer, parts: Sequence[tuple[int, int]], counts
 def _without(left_out: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int]]:
     for first, last in left_out:
         if first < end and last > begin:
-            yield begin, first
+            if begin < first:
+                yield begin, first
             begin = last
-    yield begin, end
+    if begin < end:
+        yield begin, end
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where sums of chunks begin alike, wherever the parts of ranks do: these begin with a chunk of the buffer."""
+    """Split at the first chunk boundary of the buffer, so that chunk sums begin at the same elements whichever rank has
+    the range."""
     chunk = -(-begin // CHUNK) * CHUNK
     yield from ((first, last) for first, last in ((begin, min(chunk, end)), (chunk, end)) if first < last)

@@ -49,10 +49,12 @@ class ParameterGather(OwnObject):
             for place, (buffer, bucket) in enumerate(self._buckets)
             for n in buffer.layout.buckets[bucket].members
         }
-        self._joined = sum(first_user(pair) < 0 for pair in self._buckets)  # buckets that a gather waits for itself
+        self._joined_count = sum(
+            first_user(pair) < 0 for pair in self._buckets
+        )  # buckets that a gather waits for itself
         self._events = [torch.cuda.Event() if self._is_overlapped else None for _ in self._buckets]
         self._stream: torch.cuda.Stream | None = None  # the caller's of the last gather
-        self._waited = len(self._buckets)  # buckets that this stream has waited for since
+        self._waited_count = len(self._buckets)  # buckets that this stream has waited for since
         self._handles = [
             handle
             for module in modules
@@ -73,8 +75,8 @@ class ParameterGather(OwnObject):
                 for number, event in enumerate(self._events):
                     self._gather_(number)
                     event.record()
-            self._stream, self._waited = torch.cuda.current_stream(self._device), 0
-            self.wait(self._joined)
+            self._stream, self._waited_count = torch.cuda.current_stream(self._device), 0
+            self.wait(self._joined_count)
 
     def wait(self, count: int | None = None) -> None:
         """Let what comes on the current stream wait for the first ``count`` buckets, or all; in a capture of
@@ -88,15 +90,15 @@ class ParameterGather(OwnObject):
             return
         if is_collecting():
             before_replay(functools.partial(weak_method(self, "wait"), count))
-        if _C.is_stream_capturing(self._device):  # what came before it has ended
+        if _C.is_stream_capturing(self._device):  # a capture begins by waiting for the device
             if not is_collecting():
                 raise _not_in_replays()
             return
-        if count > self._waited:
+        if count > self._waited_count:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._events[count - 1])  # they come one after the other
             if current == self._stream:
-                self._waited = count
+                self._waited_count = count
 
     def wait_in_call(self, count: int) -> None:
         """As ``wait``, when a module is called, which may be what is captured.
@@ -146,7 +148,7 @@ def _call_before_use(module: nn.Module, wait: WaitForParameters) -> Iterator[Any
 
 def _not_in_replays() -> RuntimeError:
     return RuntimeError(
-        "FlatParameters: a module in overlap_gather waits for its parameters when it is called, which replays of what "
-        "is being captured would not do: list the modules that are graphed, not what is in them, or capture by "
+        "FlatParameters: a module in overlap_param_gather waits for its parameters when it is called, which replays of "
+        "what is being captured would not do: list the modules that are graphed, not what is in them, or capture by "
         "te_graph.graphed"
     )

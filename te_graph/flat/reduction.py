@@ -26,7 +26,8 @@ class Reduction:
         group: of ranks; None: there is one.
         replicas: of the ranks that have the same part of each bucket; None: there is one.
         is_sharded: each rank keeps its part of a bucket alone.
-        shards: ``_sum_`` leaves it that part alone, which is what replicas exchange, too.
+        reduces_scatter: ``_sum_`` is a reduce-scatter, behind which a rank has its part of the bucket alone; replicas
+            exchange only that part.
         scale: by which gradients are multiplied, the mean over ranks included.
         wire_dtype: that gradients are rounded to where ranks of ``group`` send them; None: their own.
     """
@@ -42,7 +43,7 @@ class Reduction:
         self.group = group if group is not None and group.world_size > 1 else None
         self.replicas = replicas if replicas is not None and replicas.size() > 1 else None
         self.is_sharded = shards and self.group is not None
-        self.shards = self.group is not None and (shards or self.replicas is not None)
+        self.reduces_scatter = self.group is not None and (shards or self.replicas is not None)
         self.gradient_scale, self.wire_dtype = gradient_scale, wire_dtype
         ranks = 1 if self.group is None else self.group.world_size
         self.scale = gradient_scale / (ranks if self.replicas is None else ranks * self.replicas.size())
@@ -53,10 +54,10 @@ class Reduction:
         return self.group is not None or self.replicas is not None
 
     @property
-    def changes_what_is_alike(self) -> bool:
-        """Whether gradients that have been reduced must not be reduced again: with the mean of what is alike on all
-        ranks nothing changes."""
-        return self.is_sharded or self.gradient_scale != 1.0
+    def is_idempotent(self) -> bool:
+        """Whether reducing reduced gradients again leaves them as they are: the mean of values that are equal on all
+        ranks does, a sharded reduction or a ``gradient_scale`` does not."""
+        return not self.is_sharded and self.gradient_scale == 1.0
 
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """Begin and end of what is whole on this rank, ascending."""
@@ -94,7 +95,7 @@ class Reduction:
             self._sum_(grads)
             if self.replicas is not None:
                 dist.all_reduce(self._own_part(grads), group=self.replicas)
-                if self.shards and not self.is_sharded:
+                if self.reduces_scatter and not self.is_sharded:
                     self._gather_bucket_(grads)
             if carried is not None:
                 grads.add_(carried)
@@ -111,7 +112,7 @@ class Reduction:
         if self.group is None:
             if self.scale != 1.0:
                 grads.mul_(self.scale)
-        elif self.shards:
+        elif self.reduces_scatter:
             part = self._own_part(grads)
             reduce_scatter_out(part, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)
         else:

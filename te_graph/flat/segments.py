@@ -108,7 +108,7 @@ def segments_of(flat: FlatParameters, parameters: Iterable[Tensor]) -> list[Segm
 def _segment_in(buffer: FlatBuffer, number: int, parts: list[tuple[int, int]]) -> list[Segment]:
     """That of parameter ``number`` of ``buffer``, which lies in one bucket, so that at most one of ``parts`` has some.
 
-    What has no elements is on all ranks: nobody has to be asked then whether it has a state.
+    A parameter without elements gets an empty segment on each rank: then all know whether it has a state.
     """
     parameter, offset = buffer.parameters[number], buffer.layout.offsets[number]
     if parameter.numel() == 0:

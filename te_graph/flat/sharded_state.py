@@ -102,7 +102,11 @@ def _common_settings(group: dict[str, Any], given: dict[str, dict[str, Any]]) ->
 
 
 def _entry(segment: Segment, value: Any, sample: Any) -> Any:
-    """For a file: ``value``, which may be None, of the kind that ``sample`` has if that is known."""
+    """What a file gets for ``value``; where that is None, a placeholder of the type of ``sample`` to be read into.
+
+    Args:
+        sample: the state of a parameter of two elements under the same key; None: there is none.
+    """
     kind = value if sample is None else sample
     if not isinstance(kind, Tensor):
         return value

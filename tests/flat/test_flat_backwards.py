@@ -74,7 +74,7 @@ class Twins:
         self.models = [Model().to(rank.device)]
         self.models.append(copy.deepcopy(self.models[0]))
         self.flats = [
-            tg.FlatParameters(model, bucket_bytes=64, overlap=overlap, **options)
+            tg.FlatParameters(model, bucket_bytes=64, overlap_grad_reduce=overlap, **options)
             for model, overlap in zip(self.models, (True, False), strict=True)
         ]
 

@@ -44,7 +44,11 @@ def train(rank: Rank, steps: int, overlap: bool) -> list[Tensor]:
         model = nn.Sequential(*(Split(group) for _ in range(LAYERS))).to(rank.device)
         gathered = list(model) if overlap else ()
         flat = tg.FlatParameters(
-            model, bucket_bytes=4 * WIDTH * WIDTH, overlap=overlap, shard=shard, overlap_gather=gathered
+            model,
+            bucket_bytes=4 * WIDTH * WIDTH,
+            overlap_grad_reduce=overlap,
+            shard=shard,
+            overlap_param_gather=gathered,
         )
         samples = [torch.randn(4, WIDTH, device=rank.device) for _ in range(MICROBATCHES)]
         arguments = tuple((samples[0].clone().requires_grad_(number > 0),) for number in range(LAYERS))

@@ -74,7 +74,7 @@ def make(rank: Rank, overlaps: bool) -> tuple[tg.FlatParameters, Stack, Any]:
     torch.manual_seed(5)
     model = Stack().to(rank.device)
     flat = tg.FlatParameters(
-        model, shard="optimizer", bucket_bytes=8192, overlap_gather=listed(model) if overlaps else ()
+        model, shard="optimizer", bucket_bytes=8192, overlap_param_gather=listed(model) if overlaps else ()
     )
     return flat, model, flat.optimizer(torch.optim.AdamW, lr=0.05, fused=True, capturable=rank.device != "cpu")
 
@@ -236,7 +236,7 @@ def scenario_fp8(rank: Rank) -> None:
         torch.manual_seed(7)
         model = nn.Sequential(*(tg.Linear(64, 64, device=rank.device, dtype=torch.bfloat16) for _ in range(4)))
         flat = tg.FlatParameters(
-            model, shard="optimizer", bucket_bytes=4096, overlap_gather=list(model) if overlaps else ()
+            model, shard="optimizer", bucket_bytes=4096, overlap_param_gather=list(model) if overlaps else ()
         )
         optimizer = flat.optimizer(torch.optim.SGD, lr=0.5)
         found = []
@@ -264,21 +264,29 @@ def test_casts_to_fp8_wait_for_all_weights(ranks: Any) -> None:
 def scenario_refusals(rank: Rank) -> None:
     model = Stack().to(rank.device)
     refused = [
-        ({"overlap_gather": model.blocks}, ValueError, "expected shard='optimizer' with overlap_gather, got 'none'"),
-        ({"overlap_gather": model.head}, TypeError, "expected overlap_gather to be modules in a list, got Linear"),
-        ({"overlap_gather": [model.head.weight]}, TypeError, "to be modules, got Parameter as number 0"),
-        ({"overlap_gather": [model.head, nn.ReLU()]}, ValueError, "got ReLU without one as number 1"),
+        (
+            {"overlap_param_gather": model.blocks},
+            ValueError,
+            "expected shard='optimizer' with overlap_param_gather, got 'none'",
+        ),
+        (
+            {"overlap_param_gather": model.head},
+            TypeError,
+            "expected overlap_param_gather to be modules in a list, got Linear",
+        ),
+        ({"overlap_param_gather": [model.head.weight]}, TypeError, "to be modules, got Parameter as number 0"),
+        ({"overlap_param_gather": [model.head, nn.ReLU()]}, ValueError, "got ReLU without one as number 1"),
     ]
     for options, error, message in refused:
         shard = "none" if "got 'none'" in message else "optimizer"
         with pytest.raises(error, match=message.replace("[", r"\[")):
             tg.FlatParameters(model, shard=shard, **options)
     blocks = list(model.blocks) if rank.rank == 0 else list(reversed(model.blocks))
-    with pytest.raises(RuntimeError, match="expected the same model on all ranks, got overlap_gather 0"):
-        tg.FlatParameters(model, shard="optimizer", overlap_gather=blocks)
+    with pytest.raises(RuntimeError, match="expected the same model on all ranks, got overlap_param_gather 0"):
+        tg.FlatParameters(model, shard="optimizer", overlap_param_gather=blocks)
     assert not any(one._forward_pre_hooks for one in model.modules())
 
-    flat = tg.FlatParameters(model, shard="optimizer", overlap_gather=[block.linear for block in model.blocks])
+    flat = tg.FlatParameters(model, shard="optimizer", overlap_param_gather=[block.linear for block in model.blocks])
     sample = torch.randn(3, 5, WIDTH, device=rank.device, requires_grad=True)
     with pytest.raises(RuntimeError, match="forward pre-hooks"):
         tg.make_graphed_callables(model.blocks[0], (sample,))

@@ -340,7 +340,7 @@ def scenario_overlap(rank: Rank, graphed: bool) -> None:
     if graphed:
         samples = tuple((torch.randn(2, 3, 12, device=rank.device, requires_grad=True),) for _ in range(3))
         tg.make_graphed_callables(tuple(model.blocks), samples, chain=True)
-    flat_late, late, _ = make(rank, bucket_bytes=2048, overlap=False)
+    flat_late, late, _ = make(rank, bucket_bytes=2048, overlap_grad_reduce=False)
     late.load_state_dict(model.state_dict())
     early: list[int] = []
     reduce_ready = flat._reduce_ready
@@ -384,7 +384,9 @@ def scenario_more_often(rank: Rank) -> None:
     for _ in range(2):
         run(1)
     # The last block's gradients are accumulated twice: by the second use first, which completes the bucket.
-    with pytest.raises(RuntimeError, match=r"the gradient of blocks.2.* is accumulated more often .* overlap=False"):
+    with pytest.raises(
+        RuntimeError, match=r"the gradient of blocks.2.* is accumulated more often .* overlap_grad_reduce=False"
+    ):
         run(2)
     flat.zero_grad()
     flat.close()

@@ -68,7 +68,7 @@ def scenario_by_hand(rank: Rank, overlap: bool) -> None:
     for x in (drawn[0], drawn[1], drawn[0]):  # of both ranks together
         for total, grad in zip(expected, torch.autograd.grad(module(x).sum(), list(module.parameters())), strict=True):
             total.add_(grad / 2)
-    flat = tg.FlatParameters(module, bucket_bytes=1, overlap=overlap)
+    flat = tg.FlatParameters(module, bucket_bytes=1, overlap_grad_reduce=overlap)
     for _ in range(3):
         flat.zero_grad()
         module(drawn[2]).sum().backward()  # learns how often each gradient comes

@@ -67,7 +67,12 @@ def te_graph(
         group = _group(rank, OVERLAPPED_SMS if overlap else None)
         gathered = model.layers if overlap and shard == "optimizer" else ()
         flat = tg.FlatParameters(
-            model, peer_group=group, shard=shard, overlap=overlap, overlap_gather=gathered, reduce_dtype=reduce_dtype
+            model,
+            peer_group=group,
+            shard=shard,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=gathered,
+            reduce_dtype=reduce_dtype,
         )
         if mode == "graphed":
             samples = ((x,), *((x.clone().requires_grad_(),) for _ in model.layers[1:]))

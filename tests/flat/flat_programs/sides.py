@@ -76,7 +76,7 @@ class Sides:
             bucket_bytes=setup.bucket_bytes,
             shard=setup.shard,
             gradient_scale=setup.gradient_scale,
-            overlap=setup.overlap,
+            overlap_grad_reduce=setup.overlap,
         )
         self._side = FlatSide(model, self._flat)
         self._optimizer = self._new_optimizer()
