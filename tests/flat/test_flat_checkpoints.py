@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from flat_models import Mixed
+from flat_models import Mixed, assert_equal
 from ranks import Rank, ranks_of
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -74,22 +73,6 @@ def make(name: str, low: torch.dtype = BF16, seed: int = 0, scale: int = 1, **op
         {"params": [one for one in model.parameters() if one.requires_grad and one.dim() <= 1]},
     ]
     return flat, model, flat.optimizer(cls, groups, **settings)
-
-
-def assert_equal(one: Any, other: Any, what: str = "") -> None:
-    """Nested dictionaries, lists and tensors."""
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, what
-        assert same_bits(one.detach().cpu(), other.detach().cpu()), what
-    elif isinstance(one, dict):
-        assert sorted(map(str, one)) == sorted(map(str, other)), what
-        for key in one:
-            assert_equal(one[key], other[key], f"{what}.{key}")
-    elif isinstance(one, (list, tuple)):
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            assert_equal(*pair, f"{what}.{number}")
-    else:
-        assert one == other, what
 
 
 def assert_same_states(model: Mixed, optimizer: Any, expected: Mixed, expected_optimizer: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,3 +97,19 @@ def assert_in_buffers(flat: tg.FlatParameters, model: nn.Module) -> None:
     assert not covered.all()
     for values in (buffer.data, buffer.grads):
         assert not values.cpu()[~covered].any()
+
+
+def assert_equal(one: Any, other: Any, what: str = "") -> None:
+    """Nested dictionaries, lists and tensors."""
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype and one.shape == other.shape, what
+        assert same_bits(one.detach().cpu(), other.detach().cpu()), what
+    elif isinstance(one, dict):
+        assert sorted(map(str, one)) == sorted(map(str, other)), what
+        for key in one:
+            assert_equal(one[key], other[key], f"{what}.{key}")
+    elif isinstance(one, (list, tuple)):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{what}.{number}")
+    else:
+        assert one == other, what

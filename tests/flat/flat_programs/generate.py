@@ -50,6 +50,8 @@ def _setup(rng: random.Random) -> Setup:
         optimizer=optimizer,
         graphed=graphed,
         scaled=grad_dtype == "float32" and "fused" not in optimizer and rng.random() < 0.3,
+        sends_bf16=grad_dtype == "float32" and rng.random() < 0.2,
+        gathers_late=shard == "optimizer" and rng.random() < 0.5,
     )
 
 

@@ -18,6 +18,8 @@ class Setup:
         frozen: whether a parameter is.
         graphed: whether the blocks are graphed callables.
         scaled: whether losses are, by a FlatGradScaler.
+        sends_bf16: whether ranks send gradients as bf16.
+        gathers_late: whether parameters of blocks are gathered while the next forward goes on.
         optimizer: key of ``OPTIMIZERS``.
     """
 
@@ -36,6 +38,8 @@ class Setup:
     optimizer: str = "sgd"
     graphed: bool = False
     scaled: bool = False
+    sends_bf16: bool = False
+    gathers_late: bool = False
 
     @property
     def has_main_grads(self) -> bool:

@@ -40,6 +40,8 @@ class Reference:
         self._factor = setup.gradient_scale / world
         self._reduces_again = setup.gradient_scale == 1 and (world == 1 or setup.shard == "none")
         self._overlaps = setup.overlap and world > 1
+        self._sent_as = torch.bfloat16 if setup.sends_bf16 else self._grad_dtype
+        self._mean_dtype = self._sent_as if setup.shard == "none" else self._grad_dtype
         self._main: dict[Tensor, Tensor] = {}
         self.reduced: set[Tensor] = set()
         self.aside: dict[Tensor, Tensor] = {}
@@ -161,10 +163,10 @@ class Reference:
         mine = torch.cat([grad.reshape(-1) for grad in grads])
         of_ranks = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(of_ranks, mine)
-        total = of_ranks[0].float()
+        total = of_ranks[0].to(self._sent_as).float()
         for other in of_ranks[1:]:
-            total = total + other.float()
-        means = (total * self._factor).to(mine.dtype).split([grad.numel() for grad in grads])
+            total = total + other.to(self._sent_as).float()
+        means = (total * self._factor).to(self._mean_dtype).to(mine.dtype).split([grad.numel() for grad in grads])
         return [mean.view(grad.shape) for mean, grad in zip(means, grads, strict=True)]
 
     def _put(self, parameter: Tensor, grad: Tensor) -> None:  # [...] each

@@ -77,6 +77,8 @@ class Sides:
             shard=setup.shard,
             gradient_scale=setup.gradient_scale,
             overlap_grad_reduce=setup.overlap,
+            reduce_dtype=torch.bfloat16 if setup.sends_bf16 else None,
+            overlap_param_gather=model.blocks if setup.gathers_late else (),
         )
         self._side = FlatSide(model, self._flat)
         self._optimizer = self._new_optimizer()
