@@ -64,16 +64,25 @@ def other_tensors(module_or_params: Any, named: Sequence[tuple[str, Tensor]]) ->
         return []
     chosen, device = {id(parameter) for _, parameter in named}, named[0][1].device
     found = itertools.chain(module_or_params.named_parameters(), module_or_params.named_buffers())
-    return [
+    plain = [
         (name, one)
         for name, one in found
-        if id(one) not in chosen and type(one) in (nn.Parameter, nn.Buffer, Tensor) and _is_plain(one, device)
+        if id(one) not in chosen and type(one) in (nn.Parameter, nn.Buffer, Tensor) and _is_there(one, device)
     ]
+    return [(name, one) for name, one in ((name, _as_it_lies(one)) for name, one in plain) if _C.is_dense(one)]
 
 
-def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    is_dense = tensor.layout == torch.strided and not tensor.is_quantized and _C.is_dense(tensor)
-    return is_dense and tensor.device == device and not tensor.is_inference() and tensor.numel() > 0
+def _is_there(tensor: Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` [...] has memory on ``device`` that can be written."""
+    is_strided = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    return is_strided and tensor.device == device and tensor.numel() > 0 and not tensor.is_inference()
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:  # [...] -> [...]
+    """Over the memory of ``tensor``, which is its conjugate or its negative perhaps."""
+    memory = tensor.detach()
+    memory = memory.conj() if memory.is_conj() else memory
+    return torch._neg_view(memory) if memory.is_neg() else memory
 
 
 def check_places(buffers: Iterable[FlatBuffer]) -> None:
@@ -187,6 +196,11 @@ def check_overlap_param_gather(modules: Any, shard: str, named: Sequence[tuple[s
             raise TypeError(
                 f"FlatParameters: expected overlap_param_gather to be modules, got {type(module).__name__} as number "
                 f"{number}"
+            )
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"FlatParameters: expected modules in overlap_param_gather that are called, got a "
+                f"{type(module).__name__} as number {number}: list its members"
             )
         own = [names[id(parameter)] for parameter in module.parameters() if id(parameter) in names]
         if not own:

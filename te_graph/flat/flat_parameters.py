@@ -220,7 +220,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             buffer.all_gradients.note_parameters_written()
         for _, tensor in others:
             self._reduction.broadcast_(tensor)
-        self.gather = ParameterGather(self.buffers, self._reduction, list(modules.values()), side)
+        self.gather = ParameterGather(self.buffers, self._reduction, [*modules.values()], module_or_params, side)
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no

@@ -91,8 +91,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
 
-    @opaque
     @torch.no_grad()
+    @opaque
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the parameters that have gradients.
 

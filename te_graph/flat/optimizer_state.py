@@ -93,7 +93,7 @@ def check_shapes(segment: Segment, parameter_state: Mapping[str, Any]) -> None:
     """Raise ValueError where ``parameter_state`` can be no state of the parameter of ``segment``."""
     shape = segment.parameter.shape
     for key, value in parameter_state.items():
-        is_like_one = isinstance(value, Tensor) and value.dim() == len(shape) and value.numel() > 1
+        is_like_one = isinstance(value, Tensor) and (key == MASTER or (value.dim() > 0 and value.numel() > 1))
         if is_like_one and value.shape != shape:
             raise ValueError(
                 f"FlatOptimizer.load_state_dict: expected {key} of {segment.name} to have the shape {list(shape)}, got "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from flat_models import assert_equal, assert_same
 from torch import Tensor, nn
 
@@ -64,6 +65,15 @@ def test_states_of_other_parameters_are_refused_before_anything_is_loaded(device
     with pytest.raises(ValueError, match=r"exp_avg of 0.weight to have the shape \[4, 6\], got \[5, 6\]"):
         optimizers[0].load_state_dict(optimizers[1].state_dict())
     assert_equal(optimizers[0].state_dict(), before)
+
+
+def test_a_master_of_another_shape_is_no_row_of_it(device: str) -> None:
+    model = nn.Linear(6, 6).to(device).bfloat16()
+    optimizer = tg.FlatParameters(model).optimizer(torch.optim.SGD, lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"master": torch.ones(6, device=device)}}
+    with pytest.raises(ValueError, match=r"master of weight to have the shape \[6, 6\], got \[6\]"):
+        optimizer.load_state_dict(state)
 
 
 class Counting(torch.optim.Optimizer):
@@ -193,3 +203,16 @@ def test_a_foreign_step_with_a_closure_is_refused_by_its_gradients(device: str) 
     with pytest.raises(RuntimeError, match=r"SGD.step: gradients of flat parameters lie in main_grad"):
         foreign.step(closure)
     flat.zero_grad()
+
+
+def test_code_of_torch_is_compiled_as_without_te_graph() -> None:
+    """What torch.compile leaves alone is te_graph's own code, not torch's decorators around it."""
+
+    @torch.no_grad()
+    def evaluate(x: Tensor) -> Tensor:  # [n]
+        return x * 2
+
+    counted = torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(evaluate, backend=counted)(torch.ones(3)), torch.full((3,), 2.0))
+    assert counted.frame_count == 1

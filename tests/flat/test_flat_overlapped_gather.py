@@ -1,24 +1,27 @@
 """Parameters that are gathered while the caller goes on are there when they are used.
 
-On GPUs the gather is made to come late, so that whatever does not wait for it finds old values.
+The gather is made to come late, so that whatever does not wait for it finds old values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from flat_models import Block, assert_equal, trained
+from late_gathers import LatePending, late_gathers
 from ranks import Rank, ranks_of
 from torch import Tensor, nn
 
 import te_graph as tg
-from te_graph.flat.reduction import Reduction
 from te_graph.testing import same_bits
 
 WORLDS = [
@@ -27,7 +30,6 @@ WORLDS = [
 ]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 WIDTH, STEPS, MICROBATCHES = 64, 4, 2
-LATE_CYCLES = 20_000_000  # ten milliseconds
 
 
 class Stack(nn.Module):
@@ -46,23 +48,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x + self.low(x.bfloat16()).float())
-
-
-@contextlib.contextmanager
-def late_gathers(rank: Rank) -> Iterator[None]:
-    """Each bucket's begins some milliseconds late, on the stream where it runs."""
-    before = Reduction.gather_
-
-    def gather_(self: Reduction, *args: Any) -> None:
-        if rank.device != "cpu" and not torch.cuda.is_current_stream_capturing():
-            torch.cuda._sleep(LATE_CYCLES)
-        before(self, *args)
-
-    Reduction.gather_ = gather_
-    try:
-        yield
-    finally:
-        Reduction.gather_ = before
 
 
 def listed(model: Stack) -> list[nn.Module]:
@@ -100,6 +85,11 @@ def train(rank: Rank, flat: tg.FlatParameters, model: nn.Module, optimizer: Any,
     return losses
 
 
+def late(rank: Rank, scenario: Callable[..., None], *arguments: Any) -> None:
+    with late_gathers(rank.device):
+        scenario(rank, *arguments)
+
+
 def values_of(model: nn.Module) -> list[Tensor]:  # [...] each
     return [one.detach().clone() for one in trained(model)]
 
@@ -124,10 +114,9 @@ def scenario_same_bits(rank: Rank, graphed: bool) -> None:
     if graphed:
         sample = torch.randn(3, 5, WIDTH, device=rank.device, requires_grad=True)
         tg.make_graphed_callables(tuple(model.blocks), ((sample,),) * 3, chain=False)
-    with late_gathers(rank):
-        assert_alike(train(rank, flat, model, optimizer, range(STEPS)), losses)
-        flat.wait_for_parameters()
-        assert_alike(values_of(model), values)
+    assert_alike(train(rank, flat, model, optimizer, range(STEPS)), losses)
+    flat.wait_for_parameters()
+    assert_alike(values_of(model), values)
     if graphed:
         assert all(block.te_graph.info()["forward_replays"] for block in model.blocks)
     assert_equal(optimizer.state_dict(), state)
@@ -137,7 +126,7 @@ def scenario_same_bits(rank: Rank, graphed: bool) -> None:
 
 def test_replays_and_eager_layers_wait_for_their_parameters(ranks: Any) -> None:
     for graphed in (False, True):
-        ranks.run(scenario_same_bits, 1, graphed)
+        ranks.run(late, 1, scenario_same_bits, graphed)
 
 
 def scenario_reads_too_early(rank: Rank) -> None:
@@ -146,38 +135,35 @@ def scenario_reads_too_early(rank: Rank) -> None:
     flat, model, optimizer = make(rank, True)
     for module in listed(model):
         module._forward_pre_hooks.clear()
-    with late_gathers(rank):
-        found = train(rank, flat, model, optimizer, range(STEPS))
-    is_cpu = rank.device == "cpu"  # where collectives end before they return
-    assert all(same_bits(one, other) for one, other in zip(found, losses, strict=True)) == is_cpu
+    found = train(rank, flat, model, optimizer, range(STEPS))
+    assert not all(same_bits(one, other) for one, other in zip(found, losses, strict=True))
     flat.close()
-    assert all(same_bits(one, other) for one, other in zip(values_of(model), values, strict=True)) == is_cpu
+    assert not all(same_bits(one, other) for one, other in zip(values_of(model), values, strict=True))
 
 
 def test_without_the_hooks_old_values_are_read(ranks: Any) -> None:
-    ranks.run(scenario_reads_too_early, 2)
+    ranks.run(late, 2, scenario_reads_too_early)
 
 
 def scenario_files(rank: Rank) -> None:
     """States of layers, of the model and of the optimizer are those behind the step, and loads are not overwritten."""
     _, values, state = expected_of(rank)
     flat, model, optimizer = make(rank, True)
-    with late_gathers(rank):
-        train(rank, flat, model, optimizer, range(STEPS))
-        saved = {name: one.clone() for name, one in model.state_dict().items()}
-        assert_alike([saved[name] for name, one in model.named_parameters() if one.requires_grad], values)
-        train(rank, flat, model, optimizer, range(1))
-        model.load_state_dict(saved)
-        optimizer.load_state_dict(state)
-        assert_alike(values_of(model), values)
-        train(rank, flat, model, optimizer, range(1))
-        with pytest.raises(AssertionError, match="step"):
-            assert_equal(optimizer.state_dict(), state)
-        flat.close()
+    train(rank, flat, model, optimizer, range(STEPS))
+    saved = {name: one.clone() for name, one in model.state_dict().items()}
+    assert_alike([saved[name] for name, one in model.named_parameters() if one.requires_grad], values)
+    train(rank, flat, model, optimizer, range(1))
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(state)
+    assert_alike(values_of(model), values)
+    train(rank, flat, model, optimizer, range(1))
+    with pytest.raises(AssertionError, match="step"):
+        assert_equal(optimizer.state_dict(), state)
+    flat.close()
 
 
 def test_what_is_saved_and_loaded_waits(ranks: Any) -> None:
-    ranks.run(scenario_files, 3)
+    ranks.run(late, 3, scenario_files)
 
 
 def scenario_copies(rank: Rank) -> None:
@@ -195,7 +181,7 @@ def scenario_copies(rank: Rank) -> None:
 
 
 def test_models_are_copied_and_pickled(ranks: Any) -> None:
-    ranks.run(scenario_copies, 4)
+    ranks.run(late, 4, scenario_copies)
 
 
 def scenario_graphed_step(rank: Rank) -> None:
@@ -210,15 +196,14 @@ def scenario_graphed_step(rank: Rank) -> None:
 
     found = []
     for step in range(STEPS):
-        with late_gathers(rank):
-            drawn = batches(rank, step)
-            for number, tokens in enumerate(drawn):
-                with contextlib.nullcontext() if number + 1 == len(drawn) else flat.no_sync():
-                    loss = model(tokens).square().mean()
-                    loss.backward()
-                found.append(loss.detach())
-            finish()
-            optimizer.zero_grad()
+        drawn = batches(rank, step)
+        for number, tokens in enumerate(drawn):
+            with contextlib.nullcontext() if number + 1 == len(drawn) else flat.no_sync():
+                loss = model(tokens).square().mean()
+                loss.backward()
+            found.append(loss.detach())
+        finish()
+        optimizer.zero_grad()
     assert_alike(found, losses)
     flat.wait_for_parameters()
     assert_alike(values_of(model), values)
@@ -227,7 +212,7 @@ def scenario_graphed_step(rank: Rank) -> None:
 
 @pytest.mark.gpus_apart  # a norm over ranks in a graph needs NCCL
 def test_a_step_in_a_graph_gathers_inside(ranks: Any) -> None:
-    ranks.run(scenario_graphed_step, 5)
+    ranks.run(late, 5, scenario_graphed_step)
 
 
 def scenario_fp8(rank: Rank) -> None:
@@ -241,25 +226,130 @@ def scenario_fp8(rank: Rank) -> None:
         )
         optimizer = flat.optimizer(torch.optim.SGD, lr=0.5)
         found = []
-        with late_gathers(rank):
-            for step in range(STEPS):
-                x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32).to(
-                    rank.device, torch.bfloat16
-                )
-                with tg.fp8_autocast(enabled=True, recipe=tg.DelayedScaling()):
-                    loss = model(x).float().square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.detach())
-            flat.close()
+        for step in range(STEPS):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32).to(
+                rank.device, torch.bfloat16
+            )
+            with tg.fp8_autocast(enabled=True, recipe=tg.DelayedScaling()):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        flat.close()
         return [*found, *values_of(model)]
 
     assert_alike(losses_of(True), losses_of(False))
 
 
 def test_casts_to_fp8_wait_for_all_weights(ranks: Any) -> None:
-    ranks.run(scenario_fp8, 6)
+    ranks.run(late, 6, scenario_fp8)
+
+
+def pair(rank: Rank, modules: Callable[[nn.Module], list[nn.Module]], make_model: Callable[[], nn.Module]) -> None:
+    """Losses of two trainings, of which one gathers beside the forward, are the same."""
+
+    def train_one(overlaps: bool) -> list[Tensor]:
+        torch.manual_seed(9)
+        model = make_model().to(rank.device)
+        listed = modules(model) if overlaps else ()
+        flat = tg.FlatParameters(model, shard="optimizer", bucket_bytes=1024, overlap_param_gather=listed)
+        optimizer = flat.optimizer(torch.optim.SGD, lr=0.1)
+        found = []
+        for step in range(3):
+            x = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(step)).to(rank.device)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        del flat, optimizer
+        gc.collect()
+        return [*found, model(x).detach()]
+
+    assert_alike(train_one(True), train_one(False))
+
+
+def tied() -> nn.Module:
+    return nn.Sequential(*(getattr(Stack(), name) for name in ("embedding", "head")))
+
+
+def normed() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of what many models still have
+        normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Embedding(11, WIDTH), normed, nn.Linear(WIDTH, 3))
+
+
+def compiled() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    model.compile(backend="eager")
+    model(torch.zeros(1, 1, dtype=torch.int64))  # before there are flat parameters
+    return model
+
+
+@pytest.mark.parametrize("make_model", [tied, normed, compiled])
+def test_what_uses_parameters_otherwise_waits_as_well(ranks: Any, make_model: Callable[[], nn.Module]) -> None:
+    """A weight that another module has, too; hooks that compute one; code that was compiled before. At the end the
+    FlatParameters is gone before the forward."""
+    ranks.run(late, 7, pair, last_of, make_model)
+
+
+def last_of(model: nn.Module) -> list[nn.Module]:
+    return list(model)[1:]
+
+
+def scenario_graphed_forward(rank: Rank) -> None:
+    """A graphed function may call modules that wait: each replay waits before it begins."""
+    flat, model, optimizer = make(rank, True)
+    tokens = batches(rank, 0)[0]
+
+    @tg.graphed
+    @torch.no_grad()
+    def evaluate(x: Tensor) -> Tensor:  # [batch, length]
+        return model(x)
+
+    for step in range(STEPS):
+        train(rank, flat, model, optimizer, range(step, step + 1))
+        found = evaluate(tokens).clone()
+        assert same_bits(found, model(tokens).detach())
+    assert evaluate.info()["forward_replays"] > 0
+    flat.close()
+
+
+def test_graphed_functions_wait_for_what_they_call(ranks: Any) -> None:
+    ranks.run(late, 8, scenario_graphed_forward)
+
+
+def scenario_streams(rank: Rank) -> None:
+    """A stream waits itself, whatever another one has waited for."""
+    if rank.device != "cpu":
+        side = torch.cuda.Stream()
+    flat, model, optimizer = make(rank, True)
+    train(rank, flat, model, optimizer, range(1))
+    pending = flat.gather._pending
+    assert pending._waited_count < pending._count
+    if rank.device == "cpu":
+        waits = []
+        with mock.patch.object(LatePending, "_wait_for", lambda self, stream, number: waits.append((stream, number))):
+            flat.wait_for_parameters()
+            LatePending.streams.append("another")
+            flat.wait_for_parameters()
+            LatePending.streams.pop()
+        assert waits == [("main", pending._count - 1), ("another", pending._count - 1)]
+        pending._waited_count = 0
+    else:
+        flat.wait_for_parameters()
+        with torch.cuda.stream(side):
+            flat.wait_for_parameters()
+            values = values_of(model)
+        side.synchronize()
+        assert_alike(values, values_of(model))
+    flat.close()
+
+
+def test_each_stream_waits(ranks: Any) -> None:
+    ranks.run(late, 9, scenario_streams)
 
 
 def scenario_refusals(rank: Rank) -> None:
@@ -277,6 +367,7 @@ def scenario_refusals(rank: Rank) -> None:
         ),
         ({"overlap_param_gather": [model.head.weight]}, TypeError, "to be modules, got Parameter as number 0"),
         ({"overlap_param_gather": [model.head, nn.ReLU()]}, ValueError, "got ReLU without one as number 1"),
+        ({"overlap_param_gather": [model.blocks]}, ValueError, "got a ModuleList as number 0: list its members"),
     ]
     for options, error, message in refused:
         shard = "none" if "got 'none'" in message else "optimizer"
@@ -297,4 +388,4 @@ def scenario_refusals(rank: Rank) -> None:
 
 
 def test_what_cannot_wait_is_refused(ranks: Any) -> None:
-    ranks.run(scenario_refusals, 7)
+    ranks.run(late, 7, scenario_refusals)

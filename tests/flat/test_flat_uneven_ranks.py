@@ -37,14 +37,18 @@ class WithOthers(nn.Module):
         self.register_buffer("empty", torch.empty(0, device=device))
         self.register_buffer("expanded", drawn(1).expand(3))
         self.register_buffer("elsewhere", torch.zeros(2, device="meta"), persistent=False)
+        self.register_buffer("conjugate", torch.complex(drawn(3), drawn(3)).conj())
+        self.register_buffer("negative", torch._neg_view(drawn(3)))
+        self.register_buffer("nested", torch.nested.nested_tensor([drawn(2), drawn(3)]), persistent=False)
 
 
 def scenario_others(rank: Rank) -> None:
     module, first = WithOthers(rank.rank, rank.device), WithOthers(0, rank.device)
     expanded, version = module.expanded.clone(), module.frozen._version
     flat = tg.FlatParameters(module)
-    for name in ("trained", "frozen", "low", "mask", "count"):
-        assert same_bits(getattr(module, name).detach(), getattr(first, name).detach()), name
+    for name in ("trained", "frozen", "low", "mask", "count", "conjugate", "negative"):
+        mine, other = (getattr(one, name).detach().resolve_conj().resolve_neg() for one in (module, first))
+        assert same_bits(mine, other), name
     assert same_bits(module.expanded, expanded) and module.frozen._version > version
     assert module.frozen.stride() == (1, 5)
     flat.close()
