@@ -64,7 +64,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
     backward of the step::
 
         flat = te_graph.FlatParameters(model)  # before the optimizer and before captures
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = flat.optimizer(torch.optim.AdamW, fused=True)
         for microbatches in loader:
             with flat.no_sync():
                 for batch in microbatches[:-1]:
