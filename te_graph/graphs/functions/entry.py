@@ -14,13 +14,8 @@ from te_graph.graphs.functions.renewals import Renewal
 from te_graph.graphs.functions.result_tensors import ResultTensors
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
-from te_graph.graphs.tracing.refusals import CaptureError
 
 CPU = torch.device("cpu")
-CHANGES_STATE = (
-    "{}: changes the state of Python objects at every call, which a replay would not do: {}; make it a tensor on the "
-    "device, return it, or change it outside"
-)
 
 
 @dataclass(eq=False)
@@ -95,10 +90,12 @@ class FunctionEntry:
             return self.change(call), []
         return self.guard.begin(self.settings, call, self._steps)
 
-    def refuse_if_undone(self, call: Call) -> None:
-        """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
-        if self.before is not None and not self.before.check(call):
-            raise CaptureError(CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
+    def what_is_undone(self, call: Call) -> str:
+        """What the first call has changed, where that is as before it by now: ``call`` changes it again. The object may
+        be another one, which had its first call still before it, so nothing tells whether each call will."""
+        if self.before is None or self.before.check(call):
+            return ""
+        return self.effect + advice_on_change(self.effect)
 
     def replay(self, call: Call, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
         """Replay and return the results; right after ``begin`` found no change, and what is given here."""

@@ -26,7 +26,7 @@ from te_graph.common.replay_checks import collecting_checks
 from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
-from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FunctionEntry
+from te_graph.graphs.functions.entry import CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.renewals import Positions, renewals
@@ -48,6 +48,10 @@ from te_graph.graphs.tracing.optimizer_advice import advice_on_change
 from te_graph.graphs.tracing.refusals import CaptureError
 
 _TOO_MANY = "refers to more sources than can be compared"
+_CHANGES_STATE = (
+    "{}: changes the state of Python objects at every call, which a replay would not do: {}; make it a tensor on the "
+    "device, return it, or change it outside"
+)
 
 
 def _is_itself(source: GuardedSource) -> bool:
@@ -316,7 +320,7 @@ class _Attempt:
         if not change and (moved := self._positions.moved(sources)):
             change = f"{moved} gets an object that was elsewhere"
         if change:
-            raise CaptureError(CHANGES_STATE.format(self._label, change) + advice_on_change(change))
+            raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 
     def _check_sources(self, sources: list[GuardedSource]) -> None:
         lost = without_source(self.watch.externals, sources)

@@ -126,9 +126,6 @@ class GraphedFunction(Inlined):
             changes.append(entry.change(call))
             if not changes[-1]:
                 return self._capture_and_replay(entry, call)
-        if not self._captured:  # else some calls replay, and those that begin otherwise, now and then, may well not
-            for entry in self._seen:
-                entry.refuse_if_undone(call)
         return self._replay_nothing(call, change, next(iter(changes), ""))
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
@@ -203,6 +200,8 @@ class GraphedFunction(Inlined):
         if calls == _CALLS_BEFORE_WARNING and self._seen:
             change = change or change_since_seen
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
+            undone = next(filter(None, (entry.what_is_undone(call) for entry in self._seen)), "")
+            advice += [f"; such calls change Python objects, which a replay would not do: {undone}"] if undone else []
             times = f"{_CALLS_BEFORE_WARNING} times in a row"
             self._warn_once(f"has run eagerly {times}, the last time since {change}{''.join(advice)}")
         if not self._is_looked_at(calls):

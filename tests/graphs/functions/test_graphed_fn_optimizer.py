@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -268,27 +269,34 @@ def test_a_step_and_update_of_a_grad_scaler_skip_what_is_not_finite(device: str)
     assert step.info()["forward_replays"] >= 4
 
 
-@pytest.mark.parametrize(
-    ("fused", "updates", "words"),
-    [
-        (False, True, r"_local_scalar_dense.*; SGD\(fused=True\) can be captured"),
-        (True, False, "changes the state of Python objects.*; a GradScaler's step and update belong into one function"),
-    ],
-)
-def test_a_step_of_a_grad_scaler_that_cannot_be_captured_is_refused_with_advice(
-    device: str, fused: bool, updates: bool, words: str
-) -> None:
+def test_a_step_of_a_grad_scaler_that_cannot_be_captured_is_refused_with_advice(device: str) -> None:
     model = mlp(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=False)
     scaler = torch.amp.GradScaler(device)
     step = graphed(scaled_step)
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=r"_local_scalar_dense.*; SGD\(fused=True\) can be captured"):
         for _ in range(3):
             optimizer.zero_grad(set_to_none=False)
             scaler.scale(model(sample(device)).square().sum()).backward()
-            step(optimizer, scaler, updates)
-            if not updates:
-                scaler.update()
+            step(optimizer, scaler, True)
+
+
+def test_a_step_of_a_grad_scaler_without_its_update_runs_eagerly_with_advice(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler(device)
+    step = graphed(scaled_step)
+    with caplog.at_level(logging.WARNING, logger="te_graph"):
+        for _ in range(6):
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(model(sample(device)).square().sum()).backward()
+            step(optimizer, scaler, False)
+            scaler.update()
+    assert step.info()["forward_replays"] == 0
+    assert "change Python objects" in caplog.text
+    assert "a GradScaler's step and update belong into one function" in caplog.text
 
 
 def test_a_step_that_calls_a_closure_is_refused_with_advice(device: str) -> None:
