@@ -9,7 +9,6 @@ derived classes make of ``__iter__`` and the like.
 from __future__ import annotations
 
 import collections
-import copyreg
 import dataclasses
 import enum
 import functools
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from te_graph.common.raw_contents import items_of, members_of
-from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
+from te_graph.graphs.arguments.attributes import attributes_of, own_attribute
 from te_graph.graphs.arguments.constants import MAX_DEPTH, MAX_NESTED, are_same, is_comparable, may_hold_more, referred
 
 # What makes an empty object, whatever the class asks for.
@@ -256,12 +255,11 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
 
 def _state(node: Any) -> dict[str, Any]:
     """Attributes of an object, those in slots included, by name: their order is seldom looked at."""
-    names = set(copyreg._slotnames(type(node)))
+    state = attributes_of(node)
     if dataclasses.is_dataclass(node):
-        names.update(field.name for field in dataclasses.fields(node))  # some may be of the class
-    values = {name: own_attribute(node, name) for name in names}
-    state = {name: value for name, value in values.items() if value is not NotImplemented}
-    state.update(instance_dict(node) or {})
+        others = [field.name for field in dataclasses.fields(node) if field.name not in state]  # some of the class
+        found = ((name, own_attribute(node, name)) for name in others)
+        state.update((name, value) for name, value in found if value is not NotImplemented)
     return {name: state[name] for name in sorted(state)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import threading
 import types
@@ -20,6 +21,7 @@ from te_graph.graphs.tracing.names import user_classes
 _Kind = _C.StepKind
 _OF_LIBRARIES = (nn.Module, functools.partial, BaseException, threading.local)
 _OF_HANDLES = ("te_graph", "forward")  # te_graph adds its handle to a module, and keeps the forward of its own there
+_OF_COPIES = ("__slotnames__",)  # copy and pickle keep it in a class when they first meet an object of it
 _AnySource = TypeVar("_AnySource", bound=Source)
 
 
@@ -33,7 +35,7 @@ def number_of_attributes(source: _AnySource, ignored: Iterable[str] = ()) -> _An
     """
     obj, name = source.obj, name_of("number of attributes", source.name)
     if isinstance(obj, type):
-        return source.child(obj, name, _Kind.LENGTH, index=len(vars(obj))) if user_classes(obj)[:1] == [obj] else None
+        return _number_of_members(source, name) if user_classes(obj)[:1] == [obj] else None
     if isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
         code = getattr(inspect.unwrap(obj), "__code__", None)
         is_counted = code is not None and is_user_file(code.co_filename)
@@ -48,3 +50,12 @@ def number_of_attributes(source: _AnySource, ignored: Iterable[str] = ()) -> _An
     return members.child(
         members.obj, name, _Kind.LENGTH, tuple(sorted(uncounted)), index=len(members.obj.keys() - uncounted)
     )
+
+
+def _number_of_members(source: _AnySource, name: str) -> _AnySource:
+    kind, members = source.obj, gc.get_referents(source.obj)[0]
+    if not isinstance(members, dict):  # a metaclass of its own comes first: what copies add counts
+        return source.child(kind, name, _Kind.LENGTH, index=len(vars(kind)))
+    inside = source.child(members, source.name, _Kind.REFERENT, distance=0)
+    # None: what is put back into containers must not be put into this one, past the class.
+    return inside.child(None, name, _Kind.LENGTH, _OF_COPIES, index=len(members.keys() - set(_OF_COPIES)))
