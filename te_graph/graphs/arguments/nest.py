@@ -47,6 +47,7 @@ class Shape:
         items: how many of them are no names of attributes.
         context: what else the container needs to be put together again.
         children: one for each child.
+        order: names of the attributes as the object has them; those in ``keys`` are sorted, since few look at that.
     """
 
     kind: type | None
@@ -54,6 +55,7 @@ class Shape:
     items: int = 0
     context: Any = None
     children: tuple[Shape, ...] = ()
+    order: tuple[str, ...] = ()
 
     @property
     def is_leaf(self) -> bool:
@@ -202,17 +204,17 @@ def _flatten(
     if kind in _PLAIN:
         is_dict = kind is dict
         keys = tuple(node) if is_dict else tuple(range(len(node)))
-        items, children, context = len(keys), node.values() if is_dict else node, None
+        items, children, context, order = len(keys), node.values() if is_dict else node, None, ()
     elif kind is torch.Size or not (parts := _parts(node, kind)):
         return _leaf(node, leaves)
     else:
-        keys, items, context, children = parts
+        keys, items, context, children, order = parts
     if depth > _SHALLOW:
         if depth > MAX_NESTED or any(node is one for one in above):
             return _leaf(node, leaves)
         above = (*above, node)
     inside = tuple([_flatten(child, leaves, kept, containers, depth + 1, above) for child in children])
-    shape = Shape(kind, keys, items, context, inside)
+    shape = Shape(kind, keys, items, context, inside, order)
     if containers is not None:
         containers.append((node, shape))
     return shape
@@ -223,20 +225,21 @@ def _leaf(node: Any, leaves: list[Any]) -> Shape:
     return _LEAF
 
 
-def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:
-    """Keys, number of items, context and children of a container; None for a leaf."""
+def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any], tuple[str, ...]] | None:
+    """Keys, number of items, context, children and order of attributes of a container; None for a leaf."""
     if isinstance(node, Tensor | nn.Module | enum.Enum | type):
         return None
     if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        return tuple(range(len(children))), len(children), context, list(children)
+        return tuple(range(len(children))), len(children), context, list(children), ()
     if kind is functools.partial:
-        state = {"func": node.func, "args": node.args, "keywords": node.keywords, **_state(node)}
-        return tuple(state), 0, None, [*state.values()]
+        attributes, order = _state(node)
+        state = {"func": node.func, "args": node.args, "keywords": node.keywords, **attributes}
+        return tuple(state), 0, None, [*state.values()], order
     if kind is slice:
-        return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step]
+        return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step], ()
     if isinstance(node, set):
-        return ((), 0, tuple(node), []) if kind is set and all(map(is_comparable, node)) else None
+        return ((), 0, tuple(node), [], ()) if kind is set and all(map(is_comparable, node)) else None
     if not isinstance(node, (*_MAPPINGS, *_SEQUENCES, *_NAMESPACES)) and not dataclasses.is_dataclass(node):
         return None
     keys: tuple[Any, ...] = ()
@@ -247,20 +250,20 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
     elif isinstance(node, _SEQUENCES):
         children = list(members_of(node))
         keys = tuple(range(len(children)))
-    state = _state(node)
+    state, order = _state(node)
     default_factory = node.default_factory if isinstance(node, collections.defaultdict) else None
     context = (default_factory, node.maxlen if isinstance(node, collections.deque) else None)
-    return (*keys, *state), len(keys), context, [*children, *state.values()]
+    return (*keys, *state), len(keys), context, [*children, *state.values()], order
 
 
-def _state(node: Any) -> dict[str, Any]:
-    """Attributes of an object, those in slots included, by name: their order is seldom looked at."""
+def _state(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Attributes of an object, those in slots included, sorted by name, and these in its own order."""
     state = attributes_of(node)
     if dataclasses.is_dataclass(node):
         others = [field.name for field in dataclasses.fields(node) if field.name not in state]  # some of the class
         found = ((name, own_attribute(node, name)) for name in others)
         state.update((name, value) for name, value in found if value is not NotImplemented)
-    return {name: state[name] for name in sorted(state)}
+    return {name: state[name] for name in sorted(state)}, tuple(state)
 
 
 def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
@@ -288,7 +291,8 @@ def _container(shape: Shape, children: list[Any]) -> Any:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, shape.context)
     if kind is functools.partial:
         function, args, keywords, *attributes = children
-        return _with_attributes(functools.partial(function, *args, **keywords), shape.keys[3:], attributes)
+        found = dict(zip(shape.keys[3:], attributes, strict=True))
+        return _with_attributes(functools.partial(function, *args, **keywords), found, shape.order)
     if kind is slice:
         return slice(*children)
     if kind is set:
@@ -308,12 +312,12 @@ def _put_together(kind: type, shape: Shape, children: list[Any]) -> Any:
             base.__setitem__(made, key, value)
         if base is collections.defaultdict:
             made.default_factory = default_factory
-    return _with_attributes(made, keys[count:], children[count:])
+    return _with_attributes(made, dict(zip(keys[count:], children[count:], strict=True)), shape.order)
 
 
-def _with_attributes(made: Any, names: tuple[str, ...], values: list[Any]) -> Any:
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also where the class is frozen
+def _with_attributes(made: Any, attributes: dict[str, Any], order: tuple[str, ...]) -> Any:
+    for name in order:
+        object.__setattr__(made, name, attributes[name])  # also where the class is frozen
     return made
 
 

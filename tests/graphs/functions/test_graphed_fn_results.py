@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import pickle
 import threading
+from collections import UserDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -190,3 +195,59 @@ def test_a_new_container_twice_is_one_and_a_copy_of_one_inside_is_a_documented_l
     first, second, third = replayed(x)
     assert first is second
     assert third == [1, 2] and third is not table["inner"]
+
+
+@dataclasses.dataclass
+class Report:
+    loss: Tensor  # []
+    accuracy: Tensor  # []
+
+    def __post_init__(self) -> None:
+        self.before = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    loss: Tensor  # []
+    accuracy: Tensor  # []
+
+
+class Table(dict):
+    pass
+
+
+def _with_attributes(obj: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(obj, name, value)
+    return obj
+
+
+ORDERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a namespace": lambda loss, accuracy: SimpleNamespace(loss=loss, accuracy=accuracy, before=0.5),
+    "a dataclass": Report,
+    "a frozen dataclass": Frozen,
+    "a derived dictionary": lambda loss, accuracy: _with_attributes(Table(z=1, a=2), loss=loss, accuracy=accuracy),
+    "a partial": lambda loss, accuracy: _with_attributes(functools.partial(double), loss=loss, accuracy=accuracy),
+    "a dictionary of the user's": lambda loss, accuracy: _with_attributes(UserDict(z=1), loss=loss, accuracy=accuracy),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_attributes_of_results_come_in_the_order_of_eager_execution(name: str, device: str) -> None:
+    def step(x: Tensor) -> Any:  # [3]
+        return ORDERED[name](x.sum(), x.mean())
+
+    replayed, x = graphed(step), torch.ones(3, device=device)
+    expected = [*vars(step(x))]
+    for _ in range(4):
+        assert [*vars(replayed(x))] == expected
+    assert counts(replayed)[1] == 3
+    callable_ = make_graphed_callables(step, (x,))
+    assert [*vars(callable_(x))] == expected
+
+
+def test_attributes_of_arguments_may_come_in_any_order(device: str) -> None:
+    x = torch.ones(3, device=device)
+    callable_ = make_graphed_callables(lambda given: given.x * given.by, (SimpleNamespace(x=x, by=2.0),))
+    assert_bitwise_equal(callable_(SimpleNamespace(by=2.0, x=x)), x * 2)
+    assert callable_.te_graph.info()["forward_replays"] == 1
