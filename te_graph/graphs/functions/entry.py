@@ -116,19 +116,19 @@ class FunctionEntry:
 
     def settle(self, found: list[Any]) -> None:
         """Right after the capture: let each of the ``renewals`` see who holds what it has made."""
-        for renewal, owners in self._owners(found):
-            renewal.settle(owners, found)
+        for renewal, roots in self._roots(found):
+            renewal.settle(roots, found)
 
     def renew(self, found: list[Any]) -> tuple[str, list[Any]]:
         """Before a replay: renew what each call makes and others hold. Return where that cannot be done, and what the
         guard has ``found``, or would now."""
         copies: dict[int, Any] = {}
-        for renewal, owners in self._owners(found):
-            if held := renewal.renew(owners, copies):
+        for renewal, roots in self._roots(found):
+            if held := renewal.renew(roots, copies):
                 return held, found
         return "", [copies.get(id(one), one) for one in found] if copies else found
 
-    def _owners(self, found: list[Any]) -> Iterator[tuple[Renewal, list[Any]]]:
+    def _roots(self, found: list[Any]) -> Iterator[tuple[Renewal, list[Any]]]:
         start = len(self.tensors.found_steps)
         for renewal in self.renewals:
             end = start + len(renewal.steps)

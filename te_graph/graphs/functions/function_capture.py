@@ -29,9 +29,10 @@ from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.functions.entry import CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
-from te_graph.graphs.functions.renewals import Positions, renewals
+from te_graph.graphs.functions.renewals import renewals
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
+from te_graph.graphs.functions.spots import SpotsBefore
 from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
@@ -221,7 +222,7 @@ class _Attempt:
             or not is_opaque(source.obj)
         )
         self._bindings = Bindings(self._before)
-        self._positions = Positions(self._before)
+        self._spots = SpotsBefore(self._before)
         self._generators = HostRandom(self._before, with_torch=True)
         self._result: Any = None
 
@@ -300,7 +301,7 @@ class _Attempt:
         at = {key: FoundResult(function_guard.step_of(source), False) for key, source in kept.items()}
         ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.fp8_calls = self._fp8_calls.count
-        entry.find(result_tensors(self._label, ends), renewals(self._positions.known, sources, function_guard.step_of))
+        entry.find(result_tensors(self._label, ends), renewals(self._spots, sources, function_guard.step_of))
         return entry
 
     def _check_effects(self, sources: list[GuardedSource]) -> None:
@@ -317,7 +318,7 @@ class _Attempt:
                     "not: write a detached value (value.detach(), torch.no_grad()), or return the result"
                 )
         change = self._state_before.guard.check(self._call)
-        if not change and (moved := self._positions.moved(sources)):
+        if not change and (moved := self._spots.moved(sources)):
             change = f"{moved} gets an object that was elsewhere"
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))

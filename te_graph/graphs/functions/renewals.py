@@ -7,20 +7,15 @@ take their places: of all that hang together, as they were made, so that what wa
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import operator
 import sys
-import types
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from te_graph import _C
-from te_graph.common.raw_contents import kind_of
-from te_graph.graphs.arguments.attributes import slot_of
 from te_graph.graphs.functions.made_objects import (
     can_be_copied,
     has_state,
@@ -31,42 +26,11 @@ from te_graph.graphs.functions.made_objects import (
     put_part,
     shell_of,
 )
-from te_graph.graphs.guards.effects.reach import objects_at
+from te_graph.graphs.functions.places import LeftPlace, PathFrom, way_to
+from te_graph.graphs.functions.spots import Spot, SpotsBefore, spots
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource
 
-_Kind = _C.StepKind
 _LOST = (LookupError, AttributeError, ValueError)  # where a part is gone that no guard compares
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a function leaves what it has made.
-
-    Attributes:
-        step: of the guard, to the dictionary, list, cell or object that has it.
-        number: of what is left there.
-    """
-
-    step: int
-    kind: Any
-    key: Any
-    number: int
-    name: str
-
-    def get(self, owner: Any) -> Any:
-        if self.kind == _Kind.CELL:
-            return owner.cell_contents
-        if self.kind == _Kind.ATTRIBUTE:
-            return slot_of(type(owner), self.key).__get__(owner)
-        return kind_of(owner).__getitem__(owner, self.key)
-
-    def put(self, owner: Any, value: Any) -> None:
-        if self.kind == _Kind.CELL:
-            owner.cell_contents = value
-        elif self.kind == _Kind.ATTRIBUTE:
-            slot_of(type(owner), self.key).__set__(owner, value)
-        else:
-            kind_of(owner).__setitem__(owner, self.key, value)
 
 
 @dataclass(eq=False)
@@ -86,14 +50,6 @@ class _Made:
     parts: list[tuple[Any, int]]
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What is, or lies in, an argument: at the ``path`` of keys from where a ``step`` of the guard leads."""
-
-    step: int
-    path: tuple[Any, ...]
-
-
 _OF_LIST = next(map(sys.getrefcount, [object()]))  # what is counted where a list alone holds something
 
 
@@ -101,30 +57,36 @@ class Renewal:
     """Made objects that hang together, and all places where one of them stands.
 
     Args:
-        places: by numbers in ``made`` and, behind these, ``given``.
+        places: by numbers in ``made`` and, behind these, ``found``.
         made: each after one that refers to it, or at a place.
-        given: what they refer to, or what is at places, of the arguments.
+        found: what was there before and they refer to, or what is at places: all ways to each.
+
+    Attributes:
+        steps: of the guard, to what replays need.
     """
 
-    def __init__(self, places: list[_Place], made: list[_Made], given: list[_Given]) -> None:
-        self._places, self._made, self._given = places, made, given
-        self.steps = [one.step for one in (*places, *given)]
-        # At a place where an argument is, the function may have found it.
-        self._can_be_copied = all(place.number < len(made) for place in places) and all(
+    def __init__(self, places: list[LeftPlace], made: list[_Made], found: list[list[PathFrom]]) -> None:
+        self._places, self._made, self._found = places, made, found
+        ways = [*(way for place in places for way in place.ways), *itertools.chain.from_iterable(found)]
+        self.steps = [way.step for way in ways]
+        # At a place of what was there before, the function may as well have found it.
+        self._can_be_copied = all(place.number < len(made) and place.access is not None for place in places) and all(
             one.can_be_copied for one in made
         )
         self._counts = [one.references + _OF_LIST for one in made]
 
-    def settle(self, owners: list[Any], found: list[Any]) -> None:
+    def settle(self, roots: list[Any], found: list[Any]) -> None:
         """See to it that no reference to what the capture left is taken for another holder's. ``found``: what the guard
-        gives to each replay, ``owners`` what is at ``steps``."""
+        gives to each replay, ``roots`` what is at ``steps``."""
         try:
-            there, _ = self._there(owners)
+            there, _ = self._there(roots)
         except _LOST:
             return
+        listed = [*found, *roots]
         self._counts = [
-            count + sum(one is obj for one in found) for count, obj in zip(self._counts, there, strict=False)
+            count + sum(one is obj for one in listed) for count, obj in zip(self._counts, there, strict=False)
         ]
+        del listed
         if self._are_held(there):
             gc.collect()  # the capture may be in cycles
         # Something else holds them that the function made, or that outlives it; nothing could put a copy there.
@@ -132,12 +94,12 @@ class Renewal:
             self._can_be_copied = False
             self._counts = [*map(sys.getrefcount, there)][: len(self._made)]
 
-    def renew(self, owners: list[Any], copies: dict[int, Any]) -> str:
+    def renew(self, roots: list[Any], copies: dict[int, Any]) -> str:
         """Put copies at the places if others hold what is there, or it hangs together otherwise; return the name of a
-        place if that should be, and cannot. ``owners``: what is at ``steps``; ``copies``: of this replay, by identity.
+        place if that should be, and cannot. ``roots``: what is at ``steps``; ``copies``: of this replay, by identity.
         """
         try:
-            there, is_as_made = self._there(owners)
+            there, is_as_made = self._there(roots)
         except _LOST:
             return self._places[0].name
         if is_as_made and not self._are_held(there):
@@ -145,19 +107,33 @@ class Renewal:
         if not self._can_be_copied:
             return self._places[0].name
         new: list[Any] = [*itertools.repeat(None, len(self._made)), *there[len(self._made) :]]
-        for place, owner in zip(self._places, owners, strict=False):
-            place.put(owner, self._copy(place.number, there, new))
+        for place, at in self._at_places(roots):
+            place.put(self._copy(place.number, there, new), *at)
         copies.update((id(old), one) for old, one in zip(there, new, strict=True))
         return ""
 
-    def _there(self, owners: list[Any]) -> tuple[list[Any], bool]:
-        """What stands for each object now, and whether one alone does, with the attributes that it was given."""
+    def _at_places(self, roots: list[Any]) -> Iterator[tuple[LeftPlace, list[Any]]]:
+        """Each place, and where its ways end."""
+        following = iter(roots)
+        return ((place, [way.end(next(following)) for way in place.ways]) for place in self._places)
+
+    def _there(self, roots: list[Any]) -> tuple[list[Any], bool]:
+        """What stands for each object now, and whether one alone does, with the attributes that it was given.
+
+        Raises:
+            LookupError: the ways to what was found lead to several objects, of which the function takes one.
+        """
         there: list[Any] = [None] * len(self._made)
-        for given, root in zip(self._given, owners[len(self._places) :], strict=True):
-            there.append(functools.reduce(part, given.path, root))
+        start = sum(len(place.ways) for place in self._places)
+        for ways in self._found:
+            first, *others = map(PathFrom.end, ways, roots[start : start + len(ways)])
+            if any(one is not first for one in others):
+                raise LookupError
+            there.append(first)
+            start += len(ways)
         is_as_made = True
-        for place, owner in zip(self._places, owners, strict=False):
-            is_as_made &= _meet(there, place.number, place.get(owner))
+        for place, at in self._at_places(roots):
+            is_as_made &= _meet(there, place.number, place.get(*at))
         for number, made in enumerate(self._made):
             obj = there[number]
             if type(obj) is not made.kind:
@@ -196,138 +172,102 @@ def _meet(there: list[Any], number: int, obj: Any) -> bool:
     return there[number] is obj
 
 
-def objects_of(sources: list[GuardedSource]) -> dict[int, Any]:
-    """What is at ``sources``, on the way there, and in what code may change there at present, by identity."""
-    parents = (source.parent.obj for source in sources if source.parent is not None)  # dictionaries of attributes
-    found = {id(obj): obj for obj in itertools.chain(parents, (obj for _, obj in objects_at(sources)))}
-    owners = [obj for obj in found.values() if isinstance(obj, dict | list | deque)]
-    return found | {id(one): one for owner in owners for _, one in parts_of(owner) if has_state(one)}
-
-
-class Positions:
-    """At which places among ``sources`` there are objects with a state.
-
-    Args:
-        sources: references to the objects are kept until this object goes.
-    """
-
-    def __init__(self, sources: list[GuardedSource]) -> None:
-        self._known = objects_of(sources)
-        self._there = {
-            (id(owner.obj), kind, key): obj
-            for owner, kind, key, _, obj in itertools.chain.from_iterable(map(places_at, sources))
-            if has_state(obj)
-        }
-
-    @property
-    def known(self) -> dict[int, Any]:
-        """``objects_of`` the sources."""
-        return self._known
-
-    def moved(self, sources: list[GuardedSource]) -> str:
-        """The name of a place at ``sources`` where another of these objects is by now, but for arguments."""
-        given = _given_at(sources)
-        for owner, kind, key, name, obj in itertools.chain.from_iterable(map(places_at, sources)):
-            before = self._there.get((id(owner.obj), kind, key), obj)
-            if before is not obj and id(obj) in self._known and id(obj) not in given and has_state(obj):
-                return name
-        return ""
-
-
 def renewals(
-    known: Container[int], sources: list[GuardedSource], step_of: Callable[[GuardedSource], int]
+    before: SpotsBefore, sources: list[GuardedSource], step_of: Callable[[GuardedSource], int]
 ) -> list[Renewal]:
-    """What a run has made, or was given, and left at ``sources``. ``known``: what ``objects_of`` found before it.
-    ``step_of`` tells the step of the guard that leads to a source."""
-    given = {key: _Given(step_of(source), path) for key, (source, path) in _given_at(sources).items()}
-    groups: list[tuple[dict[int, Any], list[tuple[Any, ...]]]] = []  # objects by identity, and their places
-    for owner, *place, obj in itertools.chain.from_iterable(map(places_at, sources)):
-        if id(owner.obj) not in known or owner.is_ephemeral:
-            continue
-        reached = _reached(obj, known, given)
-        # Where both are sources the guard compares them.
-        if not reached and (id(obj) not in given or (owner.value is None and not given[id(obj)].path)):
-            continue
-        places = [(step_of(owner), *place, obj)]
-        apart = []
-        for others, theirs in groups:
-            if reached.keys().isdisjoint(others):
-                apart.append((others, theirs))
-            else:
-                reached, places = others | reached, theirs + places
-        groups = [*apart, (reached, places)]
-    return [_renewal(reached, places, given) for reached, places in groups]
+    """What a run has made, or found, and left at ``sources``. ``before``: what was where. ``step_of`` tells the step of
+    the guard that leads to a source."""
+    return _Left(before, [spot for spot in spots(sources) if has_state(spot.obj)]).renewals(step_of)
 
 
-def _given_at(sources: list[GuardedSource]) -> dict[int, tuple[GuardedSource, tuple[Any, ...]]]:
-    """Of what has a state and is among the arguments, by identity, where."""
-    found: dict[int, tuple[GuardedSource, tuple[Any, ...]]] = {}
-    for source in sources:
-        stack = [(source.obj, ())] if source.is_ephemeral and not source.is_end else []
+class _Left:
+    """What stands at ``spots`` after a run."""
+
+    def __init__(self, before: SpotsBefore, spots: list[Spot]) -> None:
+        self._before = before
+        self._known = before.known
+        self._spots = self._one_of_each(spots)
+        self._steady = before.steady(spots)
+        self._in_values = {id(spot.obj) for spot in spots if spot.is_compared_by_value}
+
+    def _one_of_each(self, spots: list[Spot]) -> list[Spot]:
+        """One spot for each place, to whose owner the way leads before a call, if there is one."""
+        found: dict[tuple[int, Any, Any], Spot] = {}
+        for spot in spots:
+            place = id(spot.above.obj), spot.kind, spot.key
+            if place not in found or not self._is_owner_there(found[place]):
+                found[place] = spot
+        return list(found.values())
+
+    def _is_owner_there(self, spot: Spot) -> bool:
+        return self._before.at(spot.above) is spot.above.obj
+
+    def renewals(self, step_of: Callable[[GuardedSource], int]) -> list[Renewal]:
+        groups: list[tuple[dict[int, Any], list[Spot]]] = []  # objects by identity, and their places
+        for spot in self._spots:
+            if id(spot.above.obj) not in self._known:
+                continue
+            reached = self._reached(spot.obj)
+            if not reached and not self._may_be_another(spot):
+                continue
+            places = [spot]
+            apart = []
+            for others, theirs in groups:
+                if reached.keys().isdisjoint(others):
+                    apart.append((others, theirs))
+                else:
+                    reached, places = others | reached, theirs + places
+            groups = [*apart, (reached, places)]
+        return [self._renewal(reached, places, step_of) for reached, places in groups]
+
+    def _may_be_another(self, spot: Spot) -> bool:
+        """Whether what was there before is at ``spot`` and elsewhere, and no guard tells that it is one object."""
+        first = next(iter(self._steady.get(id(spot.obj), ())), spot)
+        return first is not spot and bool(first.path or spot.path)
+
+    def _reached(self, obj: Any) -> dict[int, Any]:
+        """What has a state, was not there before and is reached from ``obj``, by identity."""
+        found: dict[int, Any] = {}
+        stack = [obj]
         while stack:
-            obj, path = stack.pop()
-            if id(obj) not in found and has_state(obj):
-                found[id(obj)] = source, path
-                if source.value is not None:  # else its parts are sources
-                    stack += ((one, (*path, key)) for key, one in parts_of(obj))
-    return found
+            one = stack.pop()
+            if id(one) not in self._known and id(one) not in found and has_state(one):
+                found[id(one)] = one
+                stack += (other for _, other in parts_of(one))
+        while idle := [key for key, one in found.items() if is_stateless_alone(one) and not self._links(one, found)]:
+            for key in idle:
+                del found[key]
+        return found
 
+    def _links(self, obj: Any, reached: dict[int, Any]) -> list[tuple[Any, int]]:
+        """The keys and identities of those parts of a made object that are made, too, or were there before and could
+        become others without a guard that sees it."""
+        return [(key, id(one)) for key, one in parts_of(obj) if id(one) in reached or self._is_unseen(one, obj)]
 
-def _renewal(reached: dict[int, Any], places: list[tuple[Any, ...]], given: dict[int, _Given]) -> Renewal:
-    parts = [[(key, id(one)) for key, one in parts_of(obj)] for obj in reached.values()]
-    met = itertools.chain((id(obj) for *_, obj in places), (other for row in parts for _, other in row))
-    uses = [other for other in met if other in reached or other in given]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys((*reached, *uses)))}
-    references = Counter(uses)
-    made = [
-        _Made(
-            kind=type(obj),
-            can_be_copied=can_be_copied(obj),
-            names=names_of(obj),
-            references=references[key],
-            parts=[(name, numbers[other]) for name, other in row if other in numbers],
-        )
-        for (key, obj), row in zip(reached.items(), parts, strict=True)
-    ]
-    at = [_Place(step, kind, key, numbers[id(obj)], name) for step, kind, key, name, obj in places]
-    return Renewal(at, made, [given[key] for key in numbers if key not in reached])
+    def _is_unseen(self, one: Any, obj: Any) -> bool:
+        steady = self._steady.get(id(one), ())
+        return bool(steady) and (id(obj) in self._in_values or any(spot.path for spot in steady))
 
+    def _renewal(self, reached: dict[int, Any], places: list[Spot], step_of: Callable[[GuardedSource], int]) -> Renewal:
+        links = [self._links(obj, reached) for obj in reached.values()]
+        uses = [*(id(spot.obj) for spot in places), *(other for row in links for _, other in row)]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys((*reached, *uses)))}
+        references = Counter(uses)
+        made = [
+            _Made(
+                kind=type(obj),
+                can_be_copied=can_be_copied(obj),
+                names=names_of(obj),
+                references=references[key],
+                parts=[(name, numbers[other]) for name, other in row],
+            )
+            for (key, obj), row in zip(reached.items(), links, strict=True)
+        ]
+        at = [LeftPlace.of(spot, self._is_owner_there(spot), numbers[id(spot.obj)], step_of) for spot in places]
+        found = [self._ways(self._steady[key], step_of) for key in numbers if key not in reached]
+        return Renewal(at, made, found)
 
-def places_at(source: GuardedSource) -> Iterator[tuple[GuardedSource, Any, Any, str, Any]]:
-    """Where code can put something else: the owner, kind, key and name of ``source``, and of members of a container
-    that is compared as a whole, and what is there."""
-    if _is_place(source):
-        key = source.index if source.kind == _Kind.POSITION else source.key
-        yield source.parent, source.kind, key, source.name, source.obj
-    if source.value is not None and isinstance(source.obj, list | dict | deque):
-        kind = _Kind.ITEM if isinstance(source.obj, dict) else _Kind.POSITION
-        yield from ((source, kind, key, source.name, one) for key, one in parts_of(source.obj))
-
-
-def _is_place(source: GuardedSource) -> bool:
-    if source.parent is None:
-        return False
-    owner, kind = source.parent.obj, source.kind
-    if kind == _Kind.ATTRIBUTE:
-        return slot_of(type(owner), source.key) is not None
-    kinds = {_Kind.ITEM: dict, _Kind.POSITION: list, _Kind.CELL: types.CellType}
-    return kind in kinds and isinstance(owner, kinds[kind])
-
-
-def _reached(obj: Any, known: Container[int], given: Container[int]) -> dict[int, Any]:
-    """What has a state, is not ``known`` from before and is reached from ``obj``, by identity."""
-    found: dict[int, Any] = {}
-    stack = [obj]
-    while stack:
-        one = stack.pop()
-        if id(one) not in known and id(one) not in found and has_state(one):
-            found[id(one)] = one
-            stack += (other for _, other in parts_of(one))
-    while idle := [key for key, one in found.items() if is_stateless_alone(one) and not _leads_to(one, found, given)]:
-        for key in idle:
-            del found[key]
-    return found
-
-
-def _leads_to(obj: Any, *among: Container[int]) -> bool:
-    return any(id(one) in objects for _, one in parts_of(obj) for objects in among)
+    def _ways(self, found: list[Spot], step_of: Callable[[GuardedSource], int]) -> list[PathFrom]:
+        """To what is at ``found`` spots. That sources lead to one object the guard sees."""
+        at_sources = [spot for spot in found if not spot.path]
+        return [way_to(spot, step_of) for spot in (*at_sources[:1], *(spot for spot in found if spot.path))]
