@@ -28,11 +28,12 @@ from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.functions.entry import CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
+from te_graph.graphs.functions.made_objects import is_stateless_alone
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.renewals import renewals
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
-from te_graph.graphs.functions.spots import SpotsBefore
+from te_graph.graphs.functions.spots import SpotsBefore, spots
 from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
@@ -55,8 +56,17 @@ _CHANGES_STATE = (
 )
 
 
+def _found_as_they_are(sources: list[GuardedSource], step_of: Callable[[GuardedSource], int]) -> dict[int, FoundResult]:
+    """Objects, no tensors, that are results as they are, by identity: code can tell them from what holds the same."""
+    found = {id(source.obj): FoundResult(step_of(source)) for source in sources if _is_itself(source)}
+    for spot in spots(sources):
+        if spot.path and not is_stateless_alone(spot.obj):
+            found.setdefault(id(spot.obj), FoundResult(step_of(spot.source), path=spot.path))
+    return found
+
+
 def _is_itself(source: GuardedSource) -> bool:
-    """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
+    """True where one of these is."""
     if (
         source.is_end
         or source.is_given
@@ -292,14 +302,13 @@ class _Attempt:
             is_backward,
             tells_tensors_apart(names, sources),
         )
-        kept = {id(source.obj): source for source in sources if _is_itself(source)}
+        kept = _found_as_they_are(sources, function_guard.step_of)
         try:
             results, found = ResultNest.of(self._label, self._result, kept)
         except TypeError as error:
             raise CaptureError(str(error)) from None
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results, host_steps=self._host_steps)
-        at = {key: FoundResult(function_guard.step_of(source), False) for key, source in kept.items()}
-        ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
+        ends = [kept.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.fp8_calls = self._fp8_calls.count
         entry.find(result_tensors(self._label, ends), renewals(self._spots, sources, function_guard.step_of))
         return entry

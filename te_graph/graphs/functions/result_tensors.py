@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
+from te_graph.graphs.functions.made_objects import part
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.tracing.refusals import CaptureError
 
@@ -21,14 +23,16 @@ class FoundResult:
     Attributes:
         step: of the guard, to the tensor, or to the one whose ``.grad`` it is.
         is_grad: the latter.
+        path: of keys, to an object in what the step leads to, where that is compared as a whole.
     """
 
     step: int
-    is_grad: bool
+    is_grad: bool = False
+    path: tuple[Any, ...] = ()
 
     def get(self, found: Any) -> Any:
         """The tensor [...] or other object, where the guard's step has ``found`` one."""
-        return found.grad if self.is_grad else found
+        return found.grad if self.is_grad else functools.reduce(part, self.path, found)
 
 
 @dataclass(frozen=True, eq=False)
