@@ -2,7 +2,8 @@
 
 A guard tells that what is there holds the same as at the capture. So a replay may leave it, unless somebody else holds
 it, too: who keeps what each call has left (``history.append(trainer.last)``) has other objects of each. Then copies
-take their places: of all that hang together, as they were made, so that what was one object is one again.
+take their places: of all that hang together, as they were made, so that what was one object is one again. What they
+refer to besides was there before: where no guard compares which object that is, it is the one that is there now.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Made:
     Attributes:
         names: of its attributes, of an object that is nothing else.
         references: to it from places and others of these.
-        parts: those that are made, too: their keys and numbers.
+        parts: keys and numbers of those that are made, too, or were there before.
     """
 
     kind: type
