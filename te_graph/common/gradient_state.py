@@ -93,4 +93,4 @@ def expect_whole_gradients(op: str, parameters: Iterable[Tensor], advice: str) -
             where = "lie in main_grad" if is_passed_over else "are reduced on this rank in part only"
             raise RuntimeError(f"{op}: gradients of flat parameters {where}, which it does not know: {advice}")
     for flat in flats:
-        flat.expect_reduced(op)
+        flat.reducer.expect_reduced(op)

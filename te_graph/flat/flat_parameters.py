@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,21 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from te_graph import _C
 from te_graph.collectives.peer_group import PeerGroup
-from te_graph.common.capture_state import is_captured
 from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import gradient_state
 from te_graph.common.set_once import SetOnce
 from te_graph.common.uncopyable import Uncopyable
-from te_graph.common.weak_method import weak_method
-from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.checks import (
     check_grad_dtype,
     check_mesh,
     check_overlap_param_gather,
     check_parameters,
-    check_places,
     check_reduce_dtype,
     check_shard,
     check_tp_group,
@@ -33,7 +27,6 @@ from te_graph.flat.checks import (
     named_parameters,
     other_tensors,
 )
-from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer, buffers_of
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
 from te_graph.flat.groups import Groups, tensor_parallel_group
@@ -41,6 +34,7 @@ from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
 from te_graph.flat.own_ranges import OwnRanges
 from te_graph.flat.parameter_gather import ParameterGather
+from te_graph.flat.reducer import Reducer
 from te_graph.flat.reduction import Reduction
 from te_graph.flat.side_stream import SideStream
 from te_graph.graphs.capture.exports import move_exported_results
@@ -54,7 +48,7 @@ BUCKET_BYTES = 128 << 20
 OVERLAPPED_SMS = 16  # multiprocessors that reductions take from the backward beside them
 
 
-class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
+class FlatParameters(Uncopyable, SetOnce, GradientParts):
     """Makes parameters and their gradients views of flat buffers, and reduces gradients over ranks once a step.
 
     One buffer for the parameters of each dtype, one for their gradients. Parameters stay the objects that they are,
@@ -121,7 +115,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
         replica_group: the process group of the first dimension of a mesh of two, or None.
         tp_group: the process group, or None.
         buffers: one ``FlatBuffer`` for each dtype of parameters.
-        gather: what gathers parameters that are sharded.
+        gather, reducer: what gathers parameters that are sharded, and what reduces gradients.
         parameters: [...] each, in the order of the model.
 
     Raises:
@@ -139,8 +133,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
     """
 
     copy_advice = "keep it outside of the module, copy that, and make one from the copy"
-    settings = frozenset({"grad_dtype", "reduce_dtype", "shard", "gradient_scale"})
-    _is_closed = False
+    settings = frozenset({"grad_dtype", "reduce_dtype", "shard", "gradient_scale", "overlap_grad_reduce"})
 
     def __init__(
         self,
@@ -199,20 +192,13 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
         self._reduction = Reduction(
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
         )
-        self._lock = threading.RLock()
         side = SideStream(device)
-        self._reductions = BucketReductions(self.buffers, self._reduction, side)
-        self._backwards = _C.Backwards(
-            begin=weak_method(self, "_before_backward"),
-            ready=weak_method(self, "_reduce_ready"),
-            end=weak_method(self, "_after_backward"),
-            fail=weak_method(self, "_after_failure"),
-            bucket_sizes=self._reductions.bucket_sizes,
-        )
+        self.gather = ParameterGather(self.buffers, self._reduction, [*modules.values()], module_or_params, side)
+        self.reducer = Reducer(self.buffers, self._reduction, self.gather, side, self.overlap_grad_reduce)
         self._own_ranges = OwnRanges(self.buffers, list(map(self.own_parts, self.buffers)), self.tp_group)
         first = 0
         for buffer in self.buffers:
-            buffer.attach(self._backwards, first)
+            buffer.attach(self.reducer.backwards, first)
             first += len(buffer.parameters)
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = weakref.ref(self)
@@ -220,7 +206,15 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             buffer.all_gradients.note_parameters_written()
         for _, tensor in others:
             self._reduction.broadcast_(tensor)
-        self.gather = ParameterGather(self.buffers, self._reduction, [*modules.values()], module_or_params, side)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Around the backwards of all micro-batches but the last one, which add to the gradients and no more: nothing
+        is reduced before the next backward outside of it. What counts is where ``backward()`` is called, not the
+        forward.
+
+        Stream and capture: launches nothing.
+        """
+        return self.reducer.no_sync()
 
     def reduce_gradients(self) -> None:
         """Reduce what has come since the last reduction, as a backward outside of ``no_sync`` does at its end: where no
@@ -232,62 +226,14 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
 
         Stream and capture: as of the class; may be captured by ``graphed``.
         """
-        with self._lock:
-            self.wait_for_parameters()
-            self.finish_failed_backward()
-            self.check_places()
-            if is_captured(self.buffers[0].data.device):
-                self._reductions.run_captured()
-            else:
-                self._reductions.prepare()
-                self._reductions.run_as_in_backward(0)
-
-    def check_gradients(self, op: str) -> None:
-        """Called before gradients are read: finishes what a backward has left, and ``expect_reduced``.
-
-        Args:
-            op: who reads them, for the message.
-
-        Raises:
-            RuntimeError: a parameter has moved, or was frozen; as of ``expect_reduced``.
-
-        Stream and capture: launches nothing, unless the last backward has failed: then as of the class.
-        """
-        self.wait_for_parameters()
-        self.finish_failed_backward()
-        self.check_places()
-        self.expect_reduced(op)
-
-    def expect_reduced(self, op: str) -> None:
-        """Called before gradients are read; where that is captured, this runs before each replay.
-
-        Args:
-            op: who reads them, for the message.
-
-        Raises:
-            RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
-        """
-        self._reductions.expect_reduced(op)
-
-    def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """Called when gradients are set to zero, so that what had been reduced is not added to the next ones.
-
-        Args:
-            parameters: [...] each, whose gradients they are.
-
-        Raises:
-            Nothing.
-
-        Stream and capture: a launch on the current stream where something had been reduced and more has come.
-        """
-        self._reductions.forget(parameters)
+        self.reducer.reduce()
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next backward stores. ``optimizer.zero_grad()`` does that for ``.grad`` alone.
 
         Stream and capture: launches nothing, unless the last backward has failed: then as of the class.
         """
-        self.finish_failed_backward()
+        self.reducer.finish_failed_backward()
         for buffer in self.buffers:
             buffer.all_gradients.drop()
 
@@ -320,8 +266,8 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
 
         Stream and capture: as of the class.
         """
-        with self._lock, torch.no_grad(), contextlib.ExitStack() as stack:
-            self.check_gradients("clip_grad_norm_")
+        with self.reducer.lock, torch.no_grad(), contextlib.ExitStack() as stack:
+            self.reducer.check_gradients("clip_grad_norm_")
             for buffer in self.buffers:
                 stack.enter_context(buffer.gathered(None, adopts=False))
             yield OwnGradients(self._own_ranges.filled(), self._own_ranges.counted(), self.parting_groups)
@@ -373,7 +319,7 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
             buffer.detach()
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = None
-        self._is_closed = True
+        self.reducer.close()
         self._close_group()
 
     def __repr__(self) -> str:
@@ -390,49 +336,3 @@ class FlatParameters(Uncopyable, SetOnce, DeferredSync, GradientParts):
     def _close_group(self) -> None:
         if self._owns_group and self.peer_group is not None:
             self.peer_group.close()
-
-    def finish_failed_backward(self) -> None:
-        """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all."""
-        self._backwards.finish_failed()
-
-    def check_places(self) -> None:
-        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it, or if this is closed."""
-        if self._is_closed:
-            raise RuntimeError(
-                "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
-                "no more; make new ones"
-            )
-        check_places(self.buffers)
-
-    def _before_backward(self) -> bool:
-        """Called before the first gradient of a backward is written. Returns whether buckets may be reduced in it."""
-        with self._lock:
-            if is_captured(self.buffers[0].data.device):
-                raise RuntimeError(
-                    "FlatParameters: a backward inside a graphed function cannot be captured, for a replay would not "
-                    "know which gradients are there: graph the layers, and the function that clips and steps"
-                )
-            self.check_places()
-            self.wait_for_parameters()  # of modules that were not called: no two collectives at once
-            self._reductions.note_backward()
-            return self._syncs and self.overlap_grad_reduce and self._reduction.is_distributed
-
-    def _reduce_ready(self, number: int) -> None:
-        """Called within a backward: all gradients of bucket ``number`` have been written, on the current stream."""
-        with self._lock:
-            self._reductions.run_one(number)
-
-    def _after_backward(self, first: int) -> None:
-        """Called when all gradients of a backward have been written; buckets before ``first`` have been reduced."""
-        with self._lock:
-            for buffer in self.buffers:
-                buffer.settle_()
-            if self._syncs or first > 0:
-                self._reductions.run(first)
-
-    def _after_failure(self, first: int) -> None:
-        """Called before anything else is done with gradients: the last backward has failed, whose buckets were reduced
-        while it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
-        with self._lock:
-            are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self.buffers)
-            self._reductions.run_as_in_backward(first, adopts=not are_dropped)

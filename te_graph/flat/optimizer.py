@@ -114,7 +114,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.flat.check_gradients("FlatOptimizer.step")
+        self.flat.reducer.check_gradients("FlatOptimizer.step")
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):
@@ -150,7 +150,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         Args:
             set_to_none: False: set those that are there to zero instead; the next step has momentum and decay act.
         """
-        self.flat.finish_failed_backward()
+        self.flat.reducer.finish_failed_backward()
         if set_to_none:
             self._gradients.drop()
             return
@@ -163,13 +163,13 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if there:
             torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
         self._gradients.note_written()
-        self.flat.forget_reduced(there.values())
+        self.flat.reducer.forget_reduced(there.values())
 
     @contextlib.contextmanager
     def own_gradients(self, op: str) -> Iterator[list[Tensor]]:
         """For ``op``: the gradients that are there, [...] each, which may be changed meanwhile; of those in the buffers
         the parts of this rank."""
-        self.flat.check_gradients(op)
+        self.flat.reducer.check_gradients(op)
         self._settle_()
         found = []
         for segment in self._all_segments:

@@ -132,7 +132,7 @@ def test_training_resumes_with_the_same_bits(name: str, low: torch.dtype, how: C
     for one, one_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
         train(one, one_optimizer, range(2, 5))
     assert_same_states(fresh, fresh_optimizer, model, optimizer)
-    fresh_flat.check_places()
+    fresh_flat.reducer.check_places()
     flat.close()
     fresh_flat.close()
 
@@ -263,7 +263,7 @@ def test_masters_follow_what_is_loaded_into_parameters():
     with torch.no_grad():
         other.low.bias.copy_(model.low.bias)
     model.load_state_dict(other.state_dict())
-    flat.check_places()
+    flat.reducer.check_places()
     assert 4 not in optimizer.state_dict()["state"]  # low.weight tells its master
     model.low.weight.grad = torch.zeros_like(model.low.weight)
     model.low.bias.grad = torch.zeros_like(model.low.bias)
@@ -318,7 +318,7 @@ def test_ties_and_dtypes_in_safetensors(tmp_path: Path):
     other_flat, other, _ = make("SGD", seed=1)
     safetensors.load_model(other, tmp_path / "model.safetensors")
     assert_equal(other.state_dict(), model.state_dict())
-    other_flat.check_places()
+    other_flat.reducer.check_places()
     flat.close()
     other_flat.close()
 
@@ -400,7 +400,7 @@ def scenario_worlds(rank: Rank, path: str) -> None:
             assert sizes[1] < 1.05 * sizes[0], sizes  # what replicas have is written once
         train(one, sharded, range(2, 5))
         assert_same_states(one, sharded, model, optimizer)
-        shards.check_places()
+        shards.reducer.check_places()
         ends.append(shards)
     for one in (*ends, flat):
         one.close()

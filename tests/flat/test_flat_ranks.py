@@ -343,8 +343,8 @@ def scenario_overlap(rank: Rank, graphed: bool) -> None:
     flat_late, late, _ = make(rank, bucket_bytes=2048, overlap_grad_reduce=False)
     late.load_state_dict(model.state_dict())
     early: list[int] = []
-    reduce_ready = flat._reduce_ready
-    flat._reduce_ready = lambda number: (early.append(number), reduce_ready(number))
+    reduce_ready = flat.reducer._reduce_ready
+    flat.reducer._reduce_ready = lambda number: (early.append(number), reduce_ready(number))
     count = len(flat.buffers[0].layout.buckets)
     for step in range(4):
         early.clear()

@@ -46,7 +46,7 @@ def test_reentrant_checkpoints_end_with_the_backward_around_them(monkeypatch):
         one.blocks[2] = Checkpointed(Checkpointed(one.blocks[2]))
     ends = []
     monkeypatch.setattr(
-        flat._reductions, "run", lambda first: ends.append(all(one is not None for one in gradients_of(model)))
+        flat.reducer._reductions, "run", lambda first: ends.append(all(one is not None for one in gradients_of(model)))
     )
     for count in (1, 2):
         x = tokens()

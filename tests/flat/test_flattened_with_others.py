@@ -325,7 +325,7 @@ def test_in_flat_parameters(dtype, scale, monkeypatch):
     flats = [tg.FlatParameters(one[1:3], gradient_scale=scale) for one in models]
     optimizers = [flat.optimizer(torch.optim.AdamW, lr=1e-2) for flat in flats]
     reductions = []
-    own = flats[1]._reductions
+    own = flats[1].reducer._reductions
     monkeypatch.setattr(own, "run", lambda first, before=own.run: reductions.append(before(first)))
     for step in range(1, 4):
         drawn = torch.randn(3, 4, 6, dtype=dtype)

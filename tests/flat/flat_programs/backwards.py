@@ -27,7 +27,7 @@ class FlatSide:
         try:
             loss.backward(**options)
         except Exception:
-            self.flat.finish_failed_backward()
+            self.flat.reducer.finish_failed_backward()
             raise
 
 

@@ -1,0 +1,138 @@
+"""What flat gradients go through in backwards, and before anyone reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.capture_state import is_captured
+from te_graph.common.own_objects import OwnObject
+from te_graph.common.weak_method import weak_method
+from te_graph.flat.bucket_reductions import BucketReductions
+from te_graph.flat.checks import check_places
+from te_graph.flat.deferred_sync import DeferredSync
+from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.parameter_gather import ParameterGather
+from te_graph.flat.reduction import Reduction
+from te_graph.flat.side_stream import SideStream
+
+
+class Reducer(DeferredSync, OwnObject):
+    """Reduces the gradients in ``buffers`` at the end of backwards outside of ``no_sync``, and buckets that are ready
+    before it where that ``overlaps``.
+
+    Attributes:
+        lock: held while gradients are reduced, clipped or looked at as a whole.
+        backwards: what is told by each gradient that is about to be written.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        reduction: Reduction,
+        gather: ParameterGather,
+        side: SideStream,
+        overlaps: bool,
+    ) -> None:
+        self._buffers, self._gather = buffers, gather
+        self._device = buffers[0].data.device
+        self._reductions = BucketReductions(buffers, reduction, side)
+        self._reduces_early = overlaps and reduction.is_distributed
+        self._is_closed = False
+        self.lock = threading.RLock()
+        self.backwards = _C.Backwards(
+            begin=weak_method(self, "_before_backward"),
+            ready=weak_method(self, "_reduce_ready"),
+            end=weak_method(self, "_after_backward"),
+            fail=weak_method(self, "_after_failure"),
+            bucket_sizes=self._reductions.bucket_sizes,
+        )
+
+    def reduce(self) -> None:
+        """Reduce what has come since the last reduction; may be captured."""
+        with self.lock:
+            self._gather.wait()
+            self.finish_failed_backward()
+            self.check_places()
+            if is_captured(self._device):
+                self._reductions.run_captured()
+            else:
+                self._reductions.prepare()
+                self._reductions.run_as_in_backward(0)
+
+    def check_gradients(self, op: str) -> None:
+        """Called before ``op`` reads gradients: finishes what a backward has left.
+
+        Raises:
+            RuntimeError: a parameter has moved, or was frozen; as of ``expect_reduced``.
+        """
+        self._gather.wait()
+        self.finish_failed_backward()
+        self.check_places()
+        self.expect_reduced(op)
+
+    def expect_reduced(self, op: str) -> None:
+        """Called before ``op`` reads gradients; where that is captured, this runs before each replay.
+
+        Raises:
+            RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
+        """
+        self._reductions.expect_reduced(op)
+
+    def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are set to zero: what had been reduced is not added to the next
+        ones."""
+        self._reductions.forget(parameters)
+
+    def finish_failed_backward(self) -> None:
+        """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all."""
+        self.backwards.finish_failed()
+
+    def check_places(self) -> None:
+        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it, or if this is closed."""
+        if self._is_closed:
+            raise RuntimeError(
+                "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
+                "no more; make new ones"
+            )
+        check_places(self._buffers)
+
+    def close(self) -> None:
+        """Parameters are no longer flat."""
+        self._is_closed = True
+
+    def _before_backward(self) -> bool:
+        """Called before the first gradient of a backward is written. Returns whether buckets may be reduced in it."""
+        with self.lock:
+            if is_captured(self._device):
+                raise RuntimeError(
+                    "FlatParameters: a backward inside a graphed function cannot be captured, for a replay would not "
+                    "know which gradients are there: graph the layers, and the function that clips and steps"
+                )
+            self.check_places()
+            self._gather.wait()  # for what modules use that were not called: no two collectives at once
+            self._reductions.note_backward()
+            return self._syncs and self._reduces_early
+
+    def _reduce_ready(self, number: int) -> None:
+        """Called within a backward: all gradients of bucket ``number`` have been written, on the current stream."""
+        with self.lock:
+            self._reductions.run_one(number)
+
+    def _after_backward(self, first: int) -> None:
+        """Called when all gradients of a backward have been written; buckets before ``first`` have been reduced."""
+        with self.lock:
+            for buffer in self._buffers:
+                buffer.settle_()
+            if self._syncs or first > 0:
+                self._reductions.run(first)
+
+    def _after_failure(self, first: int) -> None:
+        """Called before anything else is done with gradients: the last backward has failed, whose buckets were reduced
+        while it went on, those before ``first`` here. Ranks may have come to others, so all reduce the rest."""
+        with self.lock:
+            are_dropped = all(len(one.all_gradients.missing()) == len(one.parameters) for one in self._buffers)
+            self._reductions.run_as_in_backward(first, adopts=not are_dropped)
