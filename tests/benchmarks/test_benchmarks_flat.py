@@ -83,6 +83,7 @@ def test_the_script_keeps_rows_and_compares_graphs(tmp_path):
     assert (record["world"], record["microbatches"], record["failures"], record["targets"]) == (2, 2, [], [])
 
 
+@pytest.mark.full
 def test_variants_are_added_to_earlier_ones(tmp_path):
     file, records = tmp_path / "flat.json", []
     for variant, tokens in (("optimizer-graphed-end", 4), ("optimizer-eager-end", 4), ("ddp", 5)):
