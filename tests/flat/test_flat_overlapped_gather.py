@@ -271,7 +271,9 @@ def pair(rank: Rank, modules: Callable[[nn.Module], list[nn.Module]], make_model
 
 
 def tied() -> nn.Module:
-    return nn.Sequential(*(getattr(Stack(), name) for name in ("embedding", "head")))
+    stack = Stack()
+    assert stack.head.weight is stack.embedding.weight
+    return nn.Sequential(stack.embedding, stack.head)
 
 
 def normed() -> nn.Module:
@@ -282,9 +284,10 @@ def normed() -> nn.Module:
 
 
 def compiled() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    model = Stack()
     model.compile(backend="eager")
-    model(torch.zeros(1, 1, dtype=torch.int64))  # before there are flat parameters
+    model(torch.zeros(4, 5, dtype=torch.int64)).sum().backward()  # before there are flat parameters
+    model.zero_grad()
     return model
 
 
@@ -296,7 +299,7 @@ def test_what_uses_parameters_otherwise_waits_as_well(ranks: Any, make_model: Ca
 
 
 def last_of(model: nn.Module) -> list[nn.Module]:
-    return list(model)[1:]
+    return list(model.blocks) if isinstance(model, Stack) else list(model)[1:]
 
 
 def scenario_graphed_forward(rank: Rank) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -95,18 +96,6 @@ WAYS = (plain, retained, of_two_losses, of_one_block, with_inputs, create_graph,
 
 
 def _in_threads(*functions: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for running in [pool.submit(function) for function in functions]:
+            running.result()
