@@ -219,11 +219,12 @@ def _must_be_equal(program: Program, kind: str, eager: World) -> bool:
     repeated squares let grow until they are rounded.
 
     A result without a gradient counts as one with a zero gradient, so a sum may end in 0 instead of -0. So may a
-    gradient that autograd keeps as a conjugate view, where the addition negates twice. Gradients of a callable that is
-    called several times before one backward are added one after the other, to what was there.
+    gradient that autograd keeps as a conjugate view, where the addition negates twice; and those of the first call of a
+    TorchScript function, which profiles it, are other zeros than those of its next ones. Gradients of a callable that
+    is called several times before one backward are added one after the other, to what was there.
     """
     if kind == "sign of zero":
-        return not any(len(p.kind.gives) > 1 or p.name in _CONJUGATE for p in program.pieces)
+        return not any(len(p.kind.gives) > 1 or p.name in _CONJUGATE or p.name == "scripted" for p in program.pieces)
     if all(piece.is_exact for piece in program.pieces):
         return program.is_exact and not eager.has_large_numbers
     code = "\n".join(step.code for step in program.steps)
