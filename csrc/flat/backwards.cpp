@@ -1,5 +1,7 @@
 #include "flat/backwards.h"
 
+#include <chrono>
+
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -8,6 +10,9 @@ namespace te_graph::flat {
 namespace {
 
 using torch::autograd::variable_list;
+
+// Within which a thread of the engine lets go of a task that has failed, however busy the host is.
+constexpr std::chrono::seconds kUnwinding{10};
 
 // Enters the backward around one that has ended inside of it.
 struct EnterOuter final : torch::autograd::FunctionPostHook {
@@ -84,8 +89,7 @@ void Backwards::leave(int64_t task) {
         // A checkpoint of the reentrant kind runs a backward inside a node of another one, whose end is awaited.
         const auto outer = torch::autograd::get_current_node();
         const std::lock_guard lock(mutex_);
-        tasks_.erase(task);
-        if (last_task_ == task) last_task_ = -1;
+        erase(task);
         if (outer) {
             outer->add_post_hook(std::make_unique<EnterOuter>([weak = weak_from_this()] {
                 if (const auto self = weak.lock()) self->begin(torch::autograd::get_current_graph_task_id());
@@ -104,15 +108,24 @@ void Backwards::leave(int64_t task) {
 
 void Backwards::abandon(int64_t task) {
     const std::lock_guard lock(mutex_);
-    if (tasks_.erase(task) == 0) return;  // it has left
+    if (erase(task)) outer_.reset();  // else it has left
+}
+
+bool Backwards::erase(int64_t task) {
+    if (tasks_.erase(task) == 0) return false;
     if (last_task_ == task) last_task_ = -1;
-    outer_.reset();
+    if (tasks_.empty()) no_tasks_.notify_all();
+    return true;
 }
 
 void Backwards::finish_failed() {
     size_t first = 0;
     {
-        const std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
+        // Whoever has called a backward goes on as soon as it has failed, while the device's thread still unwinds.
+        const bool is_outside = torch::autograd::get_current_graph_task_id() == -1;
+        if (is_under_way_ && reduces_ && is_outside)
+            no_tasks_.wait_for(lock, kUnwinding, [this] { return tasks_.empty(); });
         if (!is_under_way_ || !tasks_.empty() || !outer_.expired()) return;
         is_under_way_ = false;
         first = buckets_.end(/*learns=*/false);

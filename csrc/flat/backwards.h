@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -44,7 +45,8 @@ public:
     void note_received(size_t gradient, int64_t stream);
     // Whether it is known early enough what may be reduced while the backward goes on.
     bool looks_early() const;
-    // Tells of the backward before, if that has failed.
+    // Tells of the backward before, if that has failed. Outside of backwards this waits for one that goes on, since it
+    // may be about to fail.
     void finish_failed();
 
 private:
@@ -52,13 +54,16 @@ private:
     void begin(int64_t task);
     void leave(int64_t task);
     void abandon(int64_t task);
+    // Whether it was there. Called with the lock held.
+    bool erase(int64_t task);
     void flush_received();
     void tell_ready();
 
     const BackwardCalls calls_;
     std::atomic<int64_t> last_task_{-1};  // that has entered last, a short cut of begin()
     mutable std::mutex mutex_;
-    std::set<int64_t> tasks_;                     // of the engine, that have begun
+    std::set<int64_t> tasks_;  // of the engine, that have begun
+    std::condition_variable no_tasks_;
     std::weak_ptr<torch::autograd::Node> outer_;  // of an outer task that has not begun, while one inside has ended
     bool is_under_way_ = false;                   // a backward, which the following is about
     bool reduces_ = false;                        // its buckets, as they become ready

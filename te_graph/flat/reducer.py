@@ -53,9 +53,9 @@ class Reducer(DeferredSync, OwnObject):
 
     def reduce(self) -> None:
         """Reduce what has come since the last reduction; may be captured."""
+        self._gather.wait()
+        self.finish_failed_backward()
         with self.lock:
-            self._gather.wait()
-            self.finish_failed_backward()
             self.check_places()
             if is_captured(self._device):
                 self._reductions.run_captured()
@@ -88,7 +88,8 @@ class Reducer(DeferredSync, OwnObject):
         self._reductions.forget(parameters)
 
     def finish_failed_backward(self) -> None:
-        """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all."""
+        """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all. A
+        backward that another thread runs meanwhile is awaited, so ``lock`` is not held here."""
         self.backwards.finish_failed()
 
     def check_places(self) -> None:

@@ -120,6 +120,34 @@ def scenario_failed_alone(rank: Rank) -> None:
     twins.close()
 
 
+def scenario_failed_behind_its_caller(rank: Rank) -> None:
+    """A device's thread may hold a backward that has failed while the caller's goes on: zero_grad awaits its end."""
+    twins = Twins(rank)
+    twins.step()
+    model, begun, goes_on = twins.models[0], threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        goes_on.wait()
+
+    def fail() -> None:
+        loss = model(torch.zeros(3, dtype=torch.long, device=rank.device), fails=True).sum()
+        with pytest.raises(FloatingPointError):
+            loss.backward()
+
+    handle = model.sometimes.register_full_backward_hook(hold)
+    thread = threading.Thread(target=fail)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.2, goes_on.set).start()
+    twins.drop()
+    assert goes_on.is_set()
+    thread.join()
+    handle.remove()
+    twins.step()
+    twins.close()
+
+
 def scenario_first_used_later(rank: Rank) -> None:
     """By one rank."""
     twins = Twins(rank)
@@ -139,7 +167,14 @@ def scenario_nested(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", [scenario_failed, scenario_failed_alone, scenario_first_used_later, scenario_nested]
+    "scenario",
+    [
+        scenario_failed,
+        scenario_failed_alone,
+        scenario_failed_behind_its_caller,
+        scenario_first_used_later,
+        scenario_nested,
+    ],
 )
 def test_buckets_that_are_reduced_meanwhile(ranks, scenario):
     ranks.run(scenario, 1)
