@@ -185,6 +185,12 @@ at::Tensor parts_of_ranks(const at::Tensor& tensor, int64_t dim, int64_t world) 
     return tensor.unflatten(dim, {world, tensor.size(dim) / world}).movedim(dim, 0);
 }
 
+// Whether `part` [..., n, ...] is where this rank's one among `parts` [world, ..., n, ...] is.
+bool is_own_part(const at::Tensor& parts, const Group& group, const at::Tensor& part) {
+    return parts.is_contiguous() && part.is_contiguous() && parts.numel() > 0 &&
+           parts.select(0, group.rank).const_data_ptr() == part.const_data_ptr();
+}
+
 Operation reduce_scatter_of(const char* op, Reduction reduction,
                             const at::Tensor& x,  // [..., world * n, ...]
                             int64_t dim, const Group& group,
@@ -192,9 +198,7 @@ Operation reduce_scatter_of(const char* op, Reduction reduction,
 {
     const at::Tensor parts = parts_of_ranks(x, dim, group.world);
     // Kernels read a word of this rank's own part just before they write that of the output (low_latency.cuh).
-    const bool is_own_part = parts.is_contiguous() && parts.numel() > 0 &&
-                             parts.select(0, group.rank).const_data_ptr() == out.const_data_ptr();
-    const at::Tensor input = is_own_part ? parts : input_beside(parts, out, false);
+    const at::Tensor input = is_own_part(parts, group, out) ? parts : input_beside(parts, out, false);
     return {op, Op::kReduceScatter, reduction, input, out, extents_of(x, dim)};
 }
 
@@ -228,10 +232,12 @@ void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
 
 Operation all_gather_of(const char* op,
                         const at::Tensor& x,  // [..., n, ...]
-                        int64_t dim,
+                        int64_t dim, const Group& group,
                         const at::Tensor& parts)  // [world, ..., n, ...] contiguous
 {
-    return {op, Op::kAllGather, Reduction::kSum, input_beside(x, parts, false), parts, extents_of(x, dim)};
+    // Kernels write a word of this rank's own part where they have read it, those of peers into the other parts.
+    const at::Tensor input = is_own_part(parts, group, x) ? x : input_beside(x, parts, false);
+    return {op, Op::kAllGather, Reduction::kSum, input, parts, extents_of(x, dim)};
 }
 
 at::Tensor all_gather(const at::Tensor& x,  // [..., n, ...] -> [..., world * n, ...]
@@ -239,8 +245,9 @@ at::Tensor all_gather(const at::Tensor& x,  // [..., n, ...] -> [..., world * n,
     const auto group = group_of(kAllGatherOp, x, name, world_size);
     dim = dim_of(kAllGatherOp, x, dim);
     const at::Tensor out = at::empty(gathered_shape(x, dim, world_size), x.options());
-    write_to(parts_of_ranks(out, dim, world_size),
-             [&](const at::Tensor& parts) { group->transport->run(all_gather_of(kAllGatherOp, x, dim, parts)); });
+    write_to(parts_of_ranks(out, dim, world_size), [&](const at::Tensor& parts) {
+        group->transport->run(all_gather_of(kAllGatherOp, x, dim, *group, parts));
+    });
     return out;
 }
 
@@ -250,8 +257,9 @@ void all_gather_out(const at::Tensor& out,  // [..., world * n, ...]
     const auto group = group_of(kAllGatherOut, x, name, world_size);
     dim = dim_of(kAllGatherOut, x, dim);
     check_out(kAllGatherOut, out, x, gathered_shape(x, dim, world_size));
-    write_to(parts_of_ranks(out, dim, world_size),
-             [&](const at::Tensor& parts) { group->transport->run(all_gather_of(kAllGatherOut, x, dim, parts)); });
+    write_to(parts_of_ranks(out, dim, world_size), [&](const at::Tensor& parts) {
+        group->transport->run(all_gather_of(kAllGatherOut, x, dim, *group, parts));
+    });
     note_write(out);
 }
 

@@ -206,15 +206,15 @@ def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> No
 
     Args:
         out: [..., world_size * n, ...] of x's dtype, on x's device. Mutated. No gradients.
-        x: [..., n, ...], as of ``all_gather``. Not mutated.
+        x: [..., n, ...], as of ``all_gather``; may be this rank's part of out, which keeps its values.
         group, dim: as of ``all_gather``.
 
     Raises:
         ValueError, TypeError: an argument is wrong; before anything is launched.
         RuntimeError: the group was aborted, or ranks call different operations.
 
-    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
-        host sync.
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous, and of x
+        where it is a part of out other than this rank's; no host sync.
     """
     name = name_of(group, "all_gather_out")
     _ALL_GATHER_OUT(out, x, dim, group.world_size, name)

@@ -3,12 +3,15 @@
 All ranks draw the same numbers, so each knows what all others have: the reference needs no communication.
 """
 
+import itertools
+
 import pytest
 import torch
 from collective_ranks import WORLDS, open_group, reference_reduce
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 from torch import Tensor
+from torch.profiler import profile
 
 import te_graph as tg
 
@@ -186,6 +189,25 @@ def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
             assert same_bits(out, expected), dim
 
 
+def scenario_gather_own_part(rank: Rank, numels: list[int]) -> None:
+    """From where the output has it, nothing is copied before; from elsewhere in the output x is."""
+    with open_group(rank) as group:
+        for numel, dtype, offset in itertools.product(numels, (torch.bfloat16, torch.float32), (0, 1)):
+            all_ranks = spread((numel,), rank, dtype)
+            memory = torch.full((offset + all_ranks.numel() + 1,), 7.0, dtype=dtype, device=rank.device)
+            out = memory[offset:-1]
+            own = out[rank.rank * numel :][:numel].copy_(all_ranks[rank.rank])
+            with profile(acc_events=True) as profiler:
+                tg.all_gather_out(out, own, group)
+            assert all(event.name != "aten::clone" for event in profiler.events())
+            assert same_bits(out, all_ranks.flatten()), (numel, dtype, offset)
+            assert memory[:offset].eq(7).all() and memory[-1] == 7
+            x = out[(rank.rank + 1) % rank.world * numel :][:numel].copy_(all_ranks[rank.rank])
+            tg.all_gather_out(out, x, group)
+            assert same_bits(out, all_ranks.flatten()), (numel, dtype, offset)
+        group.check()
+
+
 def scenario_any_dtype(rank: Rank) -> None:
     with open_group(rank) as group:
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.int64, torch.float64):
@@ -254,6 +276,10 @@ def test_the_largest_of_all_ranks(ranks, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_and_wholes_along_every_dimension(ranks, seed, dtype):
     ranks.run(scenario_scatter_and_gather, seed, dtype)
+
+
+def test_a_part_is_gathered_from_where_the_output_has_it(ranks, seed):
+    ranks.run(scenario_gather_own_part, seed, [0, 1, 13, 70_001] + ([] if ranks.is_cpu else [600_000, 9_000_011]))
 
 
 def test_bytes_of_any_dtype_are_gathered(ranks, seed):
