@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 BUCKET_BYTES = 128 << 20
-OVERLAPPED_SMS = 16  # multiprocessors that reductions take from the backward beside them
+OVERLAPPED_SMS = 64  # multiprocessors that reductions take from the backward beside them
 
 
 class FlatParameters(Uncopyable, SetOnce, GradientParts):
@@ -82,7 +82,7 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
             initialized. On all of its ranks the parameters get the values of the first one's; of a module its frozen
             ones and its buffers, too, that are dense and on the same device.
-        peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None, of 16 multiprocessors at
+        peer_group: a ``PeerGroup`` over the same ranks to reduce by; one of its own if None, of 64 multiprocessors at
             most with ``overlap_grad_reduce``.
         mesh: in place of ``process_group``. Of one dimension: its group. Of two, replicas and shards: gradients are
             reduced over the last dimension by the peer group, whose ranks divide buckets, and these parts over the

@@ -5,7 +5,7 @@ from typing import Any
 
 from lib.targets import at_least, at_most
 
-from cases.flat.variants import DDP, DDP_BF16, FSDP2, SENT_BF16, SPLIT_CAT, VARIANTS, key_of
+from cases.flat.variants import DDP, DDP_BF16, FSDP2, SENT_BF16, SPLIT_CAT, SUMMED_BF16, VARIANTS, key_of
 
 Row = dict[str, Any]
 
@@ -55,14 +55,14 @@ def targets_of(
     plain = key_of("none", "eager", False)
     few = [place for place in places if place[1] == SAVED_TOKENS]
     ratios = [
-        at_most(f"te_graph, shard {shard}, {mode}, step over that of {label}", 1.0, against(ours, peer, step_ratio))
+        at_most(f"te_graph, {what}, {mode}, step over that of {label}", 1.0, against(ours, peer, step_ratio))
         for mode in MODES
-        for shard, peer, label in (
-            ("none", DDP, "DDP with fp32 copies"),
-            ("none", DDP_BF16, "DDP in bf16"),
-            ("optimizer", FSDP2, "FSDP2"),
+        for ours, what, peer, label in (
+            (key_of("none", mode, True), "shard none", DDP, "DDP with fp32 copies"),
+            (SUMMED_BF16[mode], "shard none, bf16 gradients", DDP, "DDP with fp32 copies"),
+            (key_of("none", mode, True), "shard none", DDP_BF16, "DDP in bf16"),
+            (key_of("optimizer", mode, True), "shard optimizer", FSDP2, "FSDP2"),
         )
-        for ours in [key_of(shard, mode, True)]
     ]
     return [
         at_most("te_graph, kernels of cat and split in a step", 0, each(OURS, _kernels_of("cat and split"))),

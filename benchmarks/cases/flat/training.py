@@ -146,14 +146,15 @@ class Training:
         """Milliseconds of a step on the slowest rank, the median of so many that follow each other."""
         self.step(**what)
         self._meet()
+        start = perf_counter()
         self.step(**what)  # the device is busy when the first one that is timed begins
-        ends, optimizers, start = [self._mark()], [], perf_counter()
+        ends, optimizers = [self._mark()], []
         for _ in range(times):
             self.step(**what)
             optimizers.append(self.before_optimizer)
             ends.append(self._mark())
         self.rank.synchronize()
-        wall = (perf_counter() - start) / times
+        wall = (perf_counter() - start) / (times + 1)
         found = [
             (_seconds(begin, end), wall, _seconds(optimizer, end))
             for begin, optimizer, end in zip(ends, optimizers, ends[1:], strict=False)

@@ -57,7 +57,11 @@ def _group(rank: Rank, max_sms: int | None = None) -> tg.PeerGroup:
 
 
 def te_graph(
-    shard: str, mode: str, overlap: bool, reduce_dtype: torch.dtype | None = None
+    shard: str,
+    mode: str,
+    overlap: bool,
+    reduce_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> Callable[[Rank, Model, Tensor], Trained]:
     """FlatParameters with their optimizer, layers eager or graphed; with `overlap` what is sharded is gathered beside
     the next forward."""
@@ -72,6 +76,7 @@ def te_graph(
             shard=shard,
             overlap_grad_reduce=overlap,
             overlap_param_gather=gathered,
+            grad_dtype=grad_dtype,
             reduce_dtype=reduce_dtype,
         )
         if mode == "graphed":
@@ -102,7 +107,7 @@ def te_graph(
             optimizer.step,
             optimizer.zero_grad,
             held=held,
-            gradients=[one.grads for one in flat.buffers],
+            gradients=[one.grads for one in flat.buffers] if grad_dtype == torch.float32 else None,
             is_countable=mode == "eager",
             last_bucket=lambda: reduction.run_(buffer, buckets - 1, None, True),
             all_buckets=lambda: [reduction.run_(buffer, number, None, True) for number in range(buckets)],
@@ -267,7 +272,9 @@ def key_of(shard: str, mode: str, overlap: bool) -> str:
     return f"{shard}-{mode}-{'overlap' if overlap else 'end'}"
 
 
-SENT_BF16 = {mode: f"{key_of('optimizer', mode, True)}-bf16" for mode in ("eager", "graphed")}  # by modes
+# By modes: float32 gradients that ranks send as bf16, and gradients that are bf16 as DDP's are.
+SENT_BF16 = {mode: f"{key_of('optimizer', mode, True)}-bf16" for mode in ("eager", "graphed")}
+SUMMED_BF16 = {mode: f"{key_of('none', mode, True)}-bf16-grads" for mode in ("eager", "graphed")}
 
 
 def _ours() -> dict[str, Variant]:
@@ -279,12 +286,14 @@ def _ours() -> dict[str, Variant]:
                 eager = key_of(shard, "eager", overlap) if mode == "graphed" else None
                 build = te_graph(shard, mode, overlap)
                 found[key_of(shard, mode, overlap)] = Variant(label, build, eager=eager, is_ours=True)
-    for mode in ("eager", "graphed"):
-        label = f"te_graph, shard optimizer, {mode}, overlap, bf16 sent"
-        build = te_graph("optimizer", mode, True, torch.bfloat16)
-        found[SENT_BF16[mode]] = Variant(
-            label, build, eager=SENT_BF16["eager"] if mode == "graphed" else None, is_ours=True
-        )
+    for keys, shard, what, dtypes in (
+        (SENT_BF16, "optimizer", "bf16 sent", {"reduce_dtype": torch.bfloat16}),
+        (SUMMED_BF16, "none", "bf16 gradients", {"grad_dtype": torch.bfloat16}),
+    ):
+        for mode, key in keys.items():
+            label = f"te_graph, shard {shard}, {mode}, overlap, {what}"
+            eager = keys["eager"] if mode == "graphed" else None
+            found[key] = Variant(label, te_graph(shard, mode, True, **dtypes), eager=eager, is_ours=True)
     return found
 
 
