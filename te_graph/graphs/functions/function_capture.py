@@ -28,12 +28,12 @@ from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.functions.entry import CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
-from te_graph.graphs.functions.made_objects import is_stateless_alone
+from te_graph.graphs.functions.made_objects import is_stateless_alone, objects_in
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.renewals import renewals
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
-from te_graph.graphs.functions.spots import SpotsBefore, spots
+from te_graph.graphs.functions.spots import SpotsBefore, objects_of, spots
 from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
@@ -310,8 +310,16 @@ class _Attempt:
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results, host_steps=self._host_steps)
         ends = [kept.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.fp8_calls = self._fp8_calls.count
-        entry.find(result_tensors(self._label, ends), renewals(self._spots, sources, function_guard.step_of))
+        takes_out = self._takes_out(objects_of(everything))
+        entry.find(result_tensors(self._label, ends), renewals(self._spots, sources, function_guard.step_of, takes_out))
         return entry
+
+    def _takes_out(self, still_there: dict[int, Any]) -> bool:
+        """Whether the run has changed, or returns, an object that something else has taken the place of."""
+        if self._containers.first_changed(but=still_there.keys()):
+            return True
+        returned = objects_in(self._result)
+        return any(key in self._spots.known and key not in still_there for key in returned)
 
     def _check_effects(self, sources: list[GuardedSource]) -> None:
         for source in sources:

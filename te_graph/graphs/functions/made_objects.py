@@ -85,6 +85,18 @@ def parts_of(obj: Any) -> Iterator[tuple[Any, Any]]:
         yield from attributes_of(obj).items()
 
 
+def objects_in(obj: Any) -> dict[int, Any]:
+    """``obj`` and what it refers to, as far as that has a state, by identity."""
+    found: dict[int, Any] = {}
+    stack = [obj]
+    while stack:
+        one = stack.pop()
+        if id(one) not in found and has_state(one):
+            found[id(one)] = one
+            stack += (other for _, other in parts_of(one))
+    return found
+
+
 def part(obj: Any, key: Any) -> Any:
     """What ``parts_of`` gives by this key."""
     if (container := kind_of(obj)) is not None:

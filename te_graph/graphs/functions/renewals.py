@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_graph.graphs.functions.made_objects import (
     can_be_copied,
@@ -51,6 +51,20 @@ class _Made:
     parts: list[tuple[Any, int]]
 
 
+class _Standing(NamedTuple):
+    """What stands for the objects of a renewal.
+
+    Attributes:
+        first: for each number, at the place that is met first.
+        others: numbers, with what stands for them elsewhere.
+        is_as_made: there are none of these, and objects have the attributes that they were given.
+    """
+
+    first: list[Any]
+    others: list[tuple[int, Any]]
+    is_as_made: bool
+
+
 _OF_LIST = next(map(sys.getrefcount, [object()]))  # what is counted where a list alone holds something
 
 
@@ -61,18 +75,23 @@ class Renewal:
         places: by numbers in ``made`` and, behind these, ``found``.
         made: each after one that refers to it, or at a place.
         found: what was there before and they refer to, or what is at places: all ways to each.
+        takes_out: each call changes, or returns, what stood there, so that others who hold it have to see that.
 
     Attributes:
         steps: of the guard, to what replays need.
     """
 
-    def __init__(self, places: list[LeftPlace], made: list[_Made], found: list[list[PathFrom]]) -> None:
+    def __init__(
+        self, places: list[LeftPlace], made: list[_Made], found: list[list[PathFrom]], takes_out: bool
+    ) -> None:
         self._places, self._made, self._found = places, made, found
         ways = [*(way for place in places for way in place.ways), *itertools.chain.from_iterable(found)]
         self.steps = [way.step for way in ways]
         # At a place of what was there before, the function may as well have found it.
-        self._can_be_copied = all(place.number < len(made) and place.access is not None for place in places) and all(
-            one.can_be_copied for one in made
+        self._can_be_copied = (
+            not takes_out
+            and all(place.number < len(made) and place.access is not None for place in places)
+            and all(one.can_be_copied for one in made)
         )
         self._counts = [one.references + _OF_LIST for one in made]
 
@@ -80,7 +99,7 @@ class Renewal:
         """See to it that no reference to what the capture left is taken for another holder's. ``found``: what the guard
         gives to each replay, ``roots`` what is at ``steps``."""
         try:
-            there, _ = self._there(roots)
+            there = self._there(roots).first
         except _LOST:
             return
         listed = [*found, *roots]
@@ -100,10 +119,11 @@ class Renewal:
         place if that should be, and cannot. ``roots``: what is at ``steps``; ``copies``: of this replay, by identity.
         """
         try:
-            there, is_as_made = self._there(roots)
+            standing = self._there(roots)
         except _LOST:
             return self._places[0].name
-        if is_as_made and not self._are_held(there):
+        there = standing.first
+        if standing.is_as_made and not self._are_held(there):
             return ""
         if not self._can_be_copied:
             return self._places[0].name
@@ -111,6 +131,7 @@ class Renewal:
         for place, at in self._at_places(roots):
             place.put(self._copy(place.number, there, new), *at)
         copies.update((id(old), one) for old, one in zip(there, new, strict=True))
+        copies.update((id(old), new[number]) for number, old in standing.others)
         return ""
 
     def _at_places(self, roots: list[Any]) -> Iterator[tuple[LeftPlace, list[Any]]]:
@@ -118,31 +139,39 @@ class Renewal:
         following = iter(roots)
         return ((place, [way.end(next(following)) for way in place.ways]) for place in self._places)
 
-    def _there(self, roots: list[Any]) -> tuple[list[Any], bool]:
-        """What stands for each object now, and whether one alone does, with the attributes that it was given.
+    def _there(self, roots: list[Any]) -> _Standing:
+        """What stands for each object now.
 
         Raises:
             LookupError: the ways to what was found lead to several objects, of which the function takes one.
         """
         there: list[Any] = [None] * len(self._made)
+        others: list[tuple[int, Any]] = []
+
+        def meet(number: int, obj: Any) -> None:
+            if there[number] is None:
+                there[number] = obj
+            elif there[number] is not obj:
+                others.append((number, obj))
+
         start = sum(len(place.ways) for place in self._places)
         for ways in self._found:
-            first, *others = map(PathFrom.end, ways, roots[start : start + len(ways)])
-            if any(one is not first for one in others):
+            first, *again = map(PathFrom.end, ways, roots[start : start + len(ways)])
+            if any(one is not first for one in again):
                 raise LookupError
             there.append(first)
             start += len(ways)
-        is_as_made = True
         for place, at in self._at_places(roots):
-            is_as_made &= _meet(there, place.number, place.get(*at))
+            meet(place.number, place.get(*at))
+        has_names = True
         for number, made in enumerate(self._made):
             obj = there[number]
             if type(obj) is not made.kind:
                 raise LookupError
             for key, other in made.parts:
-                is_as_made &= _meet(there, other, part(obj, key))
-            is_as_made &= made.names is None or names_of(obj) == made.names
-        return there, is_as_made
+                meet(other, part(obj, key))
+            has_names &= made.names is None or names_of(obj) == made.names
+        return _Standing(there, others, has_names and not others)
 
     def _are_held(self, there: list[Any]) -> bool:
         """Whether others hold what is ``there``. Of what cannot be copied fewer references than at the capture say that
@@ -167,25 +196,20 @@ class Renewal:
         return new[number]
 
 
-def _meet(there: list[Any], number: int, obj: Any) -> bool:
-    if there[number] is None:
-        there[number] = obj
-    return there[number] is obj
-
-
 def renewals(
-    before: SpotsBefore, sources: list[GuardedSource], step_of: Callable[[GuardedSource], int]
+    before: SpotsBefore, sources: list[GuardedSource], step_of: Callable[[GuardedSource], int], takes_out: bool
 ) -> list[Renewal]:
     """What a run has made, or found, and left at ``sources``. ``before``: what was where. ``step_of`` tells the step of
-    the guard that leads to a source."""
-    return _Left(before, [spot for spot in spots(sources) if has_state(spot.obj)]).renewals(step_of)
+    the guard that leads to a source. ``takes_out``: the run has changed, or returned, what stood there before."""
+    return _Left(before, [spot for spot in spots(sources) if has_state(spot.obj)], takes_out).renewals(step_of)
 
 
 class _Left:
     """What stands at ``spots`` after a run."""
 
-    def __init__(self, before: SpotsBefore, spots: list[Spot]) -> None:
+    def __init__(self, before: SpotsBefore, spots: list[Spot], takes_out: bool) -> None:
         self._before = before
+        self._takes_out = takes_out
         self._known = before.known
         self._spots = self._one_of_each(spots)
         self._steady = before.steady(spots)
@@ -266,7 +290,7 @@ class _Left:
         ]
         at = [LeftPlace.of(spot, self._is_owner_there(spot), numbers[id(spot.obj)], step_of) for spot in places]
         found = [self._ways(self._steady[key], step_of) for key in numbers if key not in reached]
-        return Renewal(at, made, found)
+        return Renewal(at, made, found, self._takes_out)
 
     def _ways(self, found: list[Spot], step_of: Callable[[GuardedSource], int]) -> list[PathFrom]:
         """To what is at ``found`` spots. That sources lead to one object the guard sees."""

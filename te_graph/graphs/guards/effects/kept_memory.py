@@ -64,19 +64,28 @@ class ArrayContents:
     """
 
     def __init__(self, values: Any) -> None:
-        self._values = values
+        self.values = values
         self._kept = np.array(values) if _is_of_numpy(values) else _bytes_in(values)[:]
+
+    def has_changed(self) -> bool:
+        """Whether it holds something else by now."""
+        if isinstance(self.values, memoryview) and not _is_writeable(self.values):
+            return True  # released since
+        if not _is_of_numpy(self.values):
+            return _bytes_in(self.values)[:] != self._kept
+        now = np.asarray(self.values)
+        return now.shape != self._kept.shape or now.tobytes() != self._kept.tobytes()
 
     def restore(self, with_hooks: bool = True) -> None:
         """Put it back."""
-        if isinstance(self._values, memoryview) and not _is_writeable(self._values):
+        if isinstance(self.values, memoryview) and not _is_writeable(self.values):
             return  # released since
-        if not _is_of_numpy(self._values):
-            _bytes_in(self._values)[:] = self._kept
-        elif self._values.flags.writeable and self._values.size == self._kept.size:
-            if self._values.shape != self._kept.shape:
-                self._values.shape = self._kept.shape
-            np.asarray(self._values)[...] = self._kept
+        if not _is_of_numpy(self.values):
+            _bytes_in(self.values)[:] = self._kept
+        elif self.values.flags.writeable and self.values.size == self._kept.size:
+            if self.values.shape != self._kept.shape:
+                self.values.shape = self._kept.shape
+            np.asarray(self.values)[...] = self._kept
 
 
 def is_small_array(obj: Any) -> bool:

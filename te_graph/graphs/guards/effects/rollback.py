@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from te_graph.graphs.arguments.attributes import in_slot, instance_dict, set_ins
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.effects.kept_memory import ArrayContents, TensorState, is_small_array
 from te_graph.graphs.guards.effects.reach import objects_at
-from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.guards.plain_values import are_equal, is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
@@ -40,13 +41,15 @@ class ContainerState:
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._kept: list[tuple[Any, list[Any], list[Any]]] = []
+        self._kept: list[tuple[Any, Any, list[Any], list[Any]]] = []  # with the objects that they belong to
         self._slots: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[Any, type]] = []
         self._dicts: list[tuple[Any, dict[str, Any]]] = []
         self._functions: list[tuple[types.FunctionType, list[Any]]] = []
         self._memory: list[TensorState | ArrayContents] = []
-        for _, obj in objects_at(source for source in sources if source.again is None):
+        self._names: dict[int, str] = {}  # of objects that are kept, by identity
+        for name, obj in objects_at(source for source in sources if source.again is None):
+            self._names.setdefault(id(obj), name)
             self._keep_contents(obj)
 
     def _keep_contents(self, obj: object) -> None:
@@ -64,18 +67,31 @@ class ContainerState:
         if not isinstance(obj, _SLOTS_APART):
             self._slots += [(obj, slot, in_slot(obj, slot)) for slot in slots_of(type(obj))]
         if isinstance(obj, CONTAINERS):
-            self._keep(obj)
+            self._keep(obj, obj)
         if (members := instance_dict(obj)) is not None:
-            self._keep(members)
+            self._keep(obj, members)
             if not isinstance(obj, threading.local):
                 self._dicts.append((obj, members))
             if isinstance(obj, nn.Module):
                 tables = (value for key, value in members.items() if key in MODULE_TABLES or _HOOKS in key)
                 for table in filter(lambda table: isinstance(table, dict), tables):  # not so of ScriptModules
-                    self._keep(table)
+                    self._keep(obj, table)
 
-    def _keep(self, container: dict | list | set | deque) -> None:
-        self._kept.append((container, *_contents_of(container)))
+    def _keep(self, owner: Any, container: dict | list | set | deque) -> None:
+        self._kept.append((owner, container, *_contents_of(container)))
+
+    def first_changed(self, but: Collection[int]) -> str:
+        """Where an object was whose contents, attributes or numbers are others by now; empty if there is none.
+
+        Args:
+            but: identities of those that are not looked at.
+        """
+        changed = itertools.chain(
+            (owner for owner, container, *contents in self._kept if not _hold_the_same(container, contents)),
+            (obj for obj, slot, value in self._slots if not _is_the_same(in_slot(obj, slot), value)),
+            (one.values for one in self._memory if isinstance(one, ArrayContents) and one.has_changed()),
+        )
+        return next((self._names[id(obj)] for obj in changed if id(obj) not in but), "")
 
     def restore(self, with_hooks: bool = True) -> None:
         """Put all back, object by object; with or without hooks of tensors."""
@@ -95,7 +111,7 @@ class ContainerState:
             if in_slot(obj, slot) is not value:  # put back without code of its class
                 member = slot_of(type(obj), slot)
                 member.__delete__(obj) if value is NotImplemented else member.__set__(obj, value)
-        for container, *contents in self._kept:
+        for _, container, *contents in self._kept:
             if not all(map(_are_the_same, _contents_of(container), contents)):
                 put_back(container, *contents)
 
@@ -110,6 +126,18 @@ def _contents_of(container: dict | list | set | deque) -> tuple[list[Any], list[
         items = list(items_of(container))
         return [key for key, _ in items], [value for _, value in items]
     return list(members_of(container)), []
+
+
+def _hold_the_same(container: dict | list | set | deque, before: list[list[Any]]) -> bool:
+    """Whether members, or keys and values, of ``container`` are those of ``before``, or equal values."""
+    now = _contents_of(container)
+    return all(
+        len(one) == len(other) and all(map(_is_the_same, one, other)) for one, other in zip(now, before, strict=True)
+    )
+
+
+def _is_the_same(now: Any, before: Any) -> bool:
+    return now is before or (is_value(now) and are_equal(now, before))
 
 
 def _are_the_same(now: list[Any], before: list[Any]) -> bool:

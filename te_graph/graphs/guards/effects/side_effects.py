@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,6 +12,7 @@ from te_graph.common.dispatch import is_leaf
 from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import count_of
 from te_graph.graphs.graphed_class import plain_class
+from te_graph.graphs.guards.effects.rollback import ContainerState
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
 from te_graph.graphs.guards.readers.library_objects import is_array, remembered
@@ -27,14 +28,15 @@ class SideEffects:
         sources: where its code can get to, before the iteration.
     """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._contents = ContainerState(sources)
         self._before = {
             _path(source): (source, _remembered(source.obj), _flags(source.obj))
             for source in sources
             if not is_own_tensor(source)
         }
 
-    def first(self, sources: Iterable[Source], with_tensors: bool = False, with_flags: bool = True) -> str | None:
+    def first(self, sources: Sequence[Source], with_tensors: bool = False, with_flags: bool = True) -> str | None:
         """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
 
         What hooks compute is left out, what is te_graph's own, and what is written into tensors: that is part of a
@@ -66,7 +68,12 @@ class SideEffects:
                 can_show_values = isinstance(old, Tensor) or is_value(source.obj) or is_bulk(source.obj)
                 return source.name + _both(old, now) if can_show_values else source.name
         gone = (before for path, (before, *_) in self._before.items() if path not in after)
-        return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, left_out)), None)
+        if deleted := next((source.name for source in gone if not isinstance(source.obj, left_out)), ""):
+            return f"{deleted} (deleted)"
+        still_there = {id(source.obj) for source in sources}
+        if left := self._contents.first_changed(but=still_there):
+            return f"{left} (changed, and replaced by another object)"
+        return None
 
 
 def _path(source: Source) -> tuple:
