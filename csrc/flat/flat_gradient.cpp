@@ -37,6 +37,8 @@ FlatGradient::FlatGradient(size_t number, std::string name, const at::Tensor& pa
       parameter_(parameter.getIntrusivePtr()),
       data_(std::move(data)),
       memory_(std::move(memory)),
+      data_address_(data_.const_data_ptr()),
+      memory_address_(memory_.const_data_ptr()),
       reset_(std::move(reset)),
       backwards_(backwards),
       static_({memory_}) {}
@@ -75,6 +77,10 @@ std::string FlatGradient::change() const {
         text << name_ << " is now on " << parameter.device() << ", it was on " << data_.device();
     } else if (parameter.numel() > 0 && parameter.const_data_ptr() != data_.const_data_ptr()) {
         text << name_ << " has moved to other memory";
+    } else if (data_.const_data_ptr() != data_address_ || memory_.const_data_ptr() != memory_address_) {
+        text << name_ << (data_.const_data_ptr() != data_address_ ? "" : ".main_grad")
+             << " has moved to memory that processes share (by share_memory(), or a queue of torch.multiprocessing): "
+                "share a clone";
     } else if (parameter.sizes() != data_.sizes() || parameter.strides() != data_.strides()) {
         text << name_ << " is now of shape " << parameter.sizes() << " and strides " << parameter.strides()
              << ", it was of " << data_.sizes() << " and " << data_.strides();
@@ -89,7 +95,7 @@ std::string FlatGradient::change() const {
 bool FlatGradient::is_memory(const at::Tensor& grad) const {
     return grad.layout() == at::kStrided && grad.scalar_type() == memory_.scalar_type() &&
            grad.device() == memory_.device() && grad.strides() == memory_.strides() &&
-           grad.const_data_ptr() == memory_.const_data_ptr();
+           grad.const_data_ptr() == memory_address_;
 }
 
 FlatGradient::State FlatGradient::state() const {

@@ -63,6 +63,7 @@ private:
     const std::string name_;
     const c10::weak_intrusive_ptr<c10::TensorImpl> parameter_;
     const at::Tensor data_, memory_;
+    const void *const data_address_, *const memory_address_;  // in the buffers; to share a storage moves it
     const std::shared_ptr<MainGradReset> reset_;
     const std::weak_ptr<Backwards> backwards_;
     const graphs::StaticTensors static_;

@@ -186,12 +186,18 @@ def drop_hooks(model: nn.Module) -> None:
     model.blocks[0].norm.weight._backward_hooks = None
 
 
+def share_one(model: nn.Module) -> None:
+    """As a queue does that is given a state_dict."""
+    model.state_dict()["blocks.0.norm.weight"].share_memory_()
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "dtype": (to_bf16, "conv.bias is now of dtype torch.bfloat16, it was torch.float32"),
     "memory": (move_one, "embedding.weight has moved to other memory"),
     "strides": (transpose_one, "blocks.0.linear.weight is now of shape"),
     "frozen": (freeze_one, "blocks.0.norm.weight is now frozen"),
     "hooks": (drop_hooks, "blocks.0.norm.weight has lost the hook by which its gradient is known"),
+    "shared": (share_one, "blocks.0.norm.weight has moved to memory that processes share"),
 }
 
 
@@ -208,6 +214,16 @@ def test_what_ends_being_flat_is_named(name):
     for act in (lambda: model(tokens).sum().backward(), flat.reduce_gradients, optimizer.step):
         with pytest.raises(RuntimeError, match=message):
             act()
+    flat.close()
+
+
+def test_a_main_grad_that_processes_share_is_named():
+    model = Model().bfloat16()
+    flat = tg.FlatParameters(model)
+    model(torch.randint(7, (2, 3))).sum().backward()
+    model.blocks[0].norm.weight.main_grad.share_memory_()
+    with pytest.raises(RuntimeError, match=r"blocks.0.norm.weight.main_grad has moved to memory that processes share"):
+        flat.reduce_gradients()
     flat.close()
 
 
