@@ -197,7 +197,7 @@ def check_overlap_param_gather(modules: Any, shard: str, named: Sequence[tuple[s
                 f"FlatParameters: expected overlap_param_gather to be modules, got {type(module).__name__} as number "
                 f"{number}"
             )
-        if type(module).forward is nn.Module.forward:
+        if getattr(module.forward, "__func__", None) is nn.Module.forward:
             raise ValueError(
                 f"FlatParameters: expected modules in overlap_param_gather that are called, got a "
                 f"{type(module).__name__} as number {number}: list its members"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -58,8 +57,8 @@ class ParameterGather(OwnObject):
                 module, WaitForParameters(self._pending, max(ends.get(id(one), 0) for one in module.parameters()))
             )
         ]
-        if modules and "torch._dynamo" in sys.modules:
-            sys.modules["torch._dynamo"].reset()  # what is compiled does not look whether there are new hooks
+        if modules:
+            _let_compiled_code_see_hooks()
 
     def run_(self) -> None:
         """Get from each rank its parts of the parameters."""
@@ -87,6 +86,14 @@ class ParameterGather(OwnObject):
     def _gather_(self, number: int) -> None:
         buffer, place = self._buckets[number]
         self._reduction.gather_(buffer, place)
+
+
+def _let_compiled_code_see_hooks() -> None:
+    """What was compiled of a module without hooks would also run for one of the same class that waits, by default."""
+    import torch._dynamo  # takes a second, so not where nothing is overlapped
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()  # what was compiled before has no such guards
 
 
 def _first_users(modules: Sequence[nn.Module], model: Any) -> dict[int, int]:

@@ -291,7 +291,35 @@ def compiled() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make_model", [tied, normed, compiled])
+class WithPeer(nn.Module):
+    """Two of one class, both compiled: what runs first is listed nowhere, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack() for _ in range(2))
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length]
+        peer, own = self.blocks
+        target = peer(x).detach()
+        return own(x) - target
+
+
+class WithCompiled(nn.Module):
+    """What is listed is what torch.compile returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(torch.compile(nn.Linear(WIDTH, WIDTH), backend="eager") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length]
+        first, second = self.layers
+        return second(first(self.embedding(x)))
+
+
+@pytest.mark.parametrize("make_model", [tied, normed, compiled, WithPeer, WithCompiled])
 def test_what_uses_parameters_otherwise_waits_as_well(ranks: Any, make_model: Callable[[], nn.Module]) -> None:
     """A weight that another module has, too; hooks that compute one; code that was compiled before. At the end the
     FlatParameters is gone before the forward."""
@@ -299,6 +327,10 @@ def test_what_uses_parameters_otherwise_waits_as_well(ranks: Any, make_model: Ca
 
 
 def last_of(model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, WithPeer):
+        return list(model.blocks[1].blocks)
+    if isinstance(model, WithCompiled):
+        return list(model.layers)
     return list(model.blocks) if isinstance(model, Stack) else list(model)[1:]
 
 
