@@ -1,5 +1,7 @@
 #include "fp8/bindings.h"
 
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/python_function.h"
@@ -30,10 +32,36 @@ py::dict as_dict(const GemmPlanInfo& info) {
                     "split_k"_a = info.split_k, "workspace"_a = info.workspace);
 }
 
+// LinearProducts, x [..., I], weight [O, I] or [I, O], bias [O] or None -> [..., O] or None: LinearProducts::fast_call,
+// without the time that pybind11 takes for the arguments.
+PyObject* fast_fp8_product(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(count == 4 && THPVariable_Check(arguments[1]) && THPVariable_Check(arguments[2]),
+                     "te_graph.Linear: expected a tensor as input and as weight, got ",
+                     count == 4 ? Py_TYPE(arguments[THPVariable_Check(arguments[1]) ? 2 : 1])->tp_name : "no");
+    auto& products = py::handle(arguments[0]).cast<LinearProducts&>();
+    const at::Tensor& x = THPVariable_Unpack(arguments[1]);
+    const at::Tensor& weight = THPVariable_Unpack(arguments[2]);
+    std::optional<at::Tensor> bias;
+    if (arguments[3] != Py_None) bias = py::handle(arguments[3]).cast<at::Tensor>();
+    std::optional<at::Tensor> y;
+    {
+        const py::gil_scoped_release unlocked;
+        y = products.fast_call(x, weight, bias);
+    }
+    if (y) return THPVariable_Wrap(*std::move(y));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
     watch_data();
+    static PyMethodDef fast = {"fast_fp8_product",
+                               reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&fast_fp8_product)),
+                               METH_FASTCALL, nullptr};
+    m.add_object(fast.ml_name, py::reinterpret_steal<py::object>(PyCFunction_New(&fast, nullptr)));
     const auto unlocked = py::call_guard<py::gil_scoped_release>();
     py::class_<ScaleTable, TablePointer>(m, "ScaleTable")
         .def(py::init<at::Tensor, at::Tensor, at::Tensor, double, double, std::string>(), py::arg("history"),
@@ -107,7 +135,6 @@ void bind(py::module_& m) {
              py::arg("is_recorded"), py::arg("repeated"))
         .def("begin_input_cast", &LinearProducts::begin_input_cast, py::arg("records_amax"), unlocked)
         .def("set_fast_region", &LinearProducts::set_fast_region, py::arg("number"))
-        .def("fast_call", &LinearProducts::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &LinearProducts::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("records_amax"), py::arg("scale"), unlocked);
     using MaybeTensor = std::optional<at::Tensor>;

@@ -1,5 +1,6 @@
 #include "fp8/scale_table.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
@@ -18,6 +19,7 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
       fp8_max_(fp8_max),
       margin_(margin),
       algorithm_(std::move(amax_compute_algo)),
+      no_mask_(at::empty({0}, scale_.options().dtype(at::kBool))),
       casts_(static_cast<size_t>(scale_.size(0))),
       updated_casts_(casts_.size()) {}
 
@@ -109,10 +111,10 @@ void ScaleTable::launch_update() {
                     const std::string&, bool)>("te_graph::amax_and_scale_update_inplace", "Scalar");
     const at::NoGradGuard no_grad;
     if (reduce_) reduce_(history_[0]);
-    const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
     hold_updates();
     const std::lock_guard lock(updates_, std::adopt_lock);
-    op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nothing is recorded, and its kernel is a boxed one
+    op.call(history_, scale_, scale_inv_, no_mask_, true, fp8_max_, margin_, algorithm_, false);
 }
 
 }  // namespace te_graph::fp8

@@ -29,7 +29,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     try:
         member = module.fp8
         if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
-            y = member.products.fast_call(x, weight, bias)
+            y = _C.fast_fp8_product(member.products, x, weight, bias)
             if y is not None:
                 return y
         note_call()
