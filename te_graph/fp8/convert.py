@@ -159,7 +159,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     Raises:
         KeyError: the names are not those of the model's FP8 layers.
-        ValueError: a state is of another form.
+        ValueError: a state is of another form, dtype (a cast one) or has scales that are none.
 
     Stream and capture: small copies, which are waited for; not inside a capture.
     """
