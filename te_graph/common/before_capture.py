@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
 
 class ReadyForCapture:
     """A module that makes what it keeps at its first call. A capture puts back what it changes, and has that done
@@ -15,6 +17,11 @@ class ReadyForCapture:
     def make_ready_for_capture(self) -> None:
         """Make what calls like those that are to be captured find made."""
         raise NotImplementedError
+
+    def adds_to_main_grad(self, parameter: Tensor) -> bool:
+        """Whether the backward of an eager call that came now would itself add the gradient of ``parameter`` [...] to
+        its ``main_grad``."""
+        return False
 
 
 def make_ready(objects: Iterable[Any]) -> list[ReadyForCapture]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_dispatch_stack_at
+from torch.utils._python_dispatch import _get_dispatch_stack_at, is_traceable_wrapper_subclass
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -76,6 +76,14 @@ def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of ``tensor`` [...]: equal for views, valid as long as the storage (or a weak reference
     to it) lives. The tensor must be strided."""
     return tensor.untyped_storage()._cdata
+
+
+def storages_of(tensor: Tensor) -> list[int]:
+    """Identities of the storages of ``tensor`` [...], by ``storage_key``; of a DTensor that of what is on this rank."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [key for name in names for key in storages_of(getattr(tensor, name))]
+    return [storage_key(tensor)] if is_strided(tensor) else []
 
 
 def place_of(tensor: Tensor) -> tuple:

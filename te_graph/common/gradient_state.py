@@ -51,6 +51,11 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     return getattr(parameter, "main_grad", None)
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of Python's on ``parameter`` [...] get its gradient, or what has accumulated it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 @contextlib.contextmanager
 def _resets_kept() -> Iterator[None]:
     """Put back for which parameters the next gradient overwrites ``main_grad``."""

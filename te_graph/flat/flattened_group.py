@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.gradient_state import flat_of, gradient_state, main_grad_of
+from te_graph.common.gradient_state import flat_of, gradient_state, has_gradient_hooks, main_grad_of
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _check_kind(name: str, parameter: Tensor) -> None:
         )
     if gradient_state(parameter).users:
         raise ValueError(f"FlattenParamsWrapper: {name} is a parameter of a graphed callable: wrap before that is made")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if has_gradient_hooks(parameter):
         raise ValueError(f"FlattenParamsWrapper: {name} has hooks, which would be lost: put them on the flat parameter")
     if parameter.grad is not None or main_grad_of(parameter) is not None:
         raise ValueError(f"FlattenParamsWrapper: {name} has a gradient, which would be lost: set it to None before")

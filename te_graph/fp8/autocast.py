@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from contextlib import ContextDecorator
@@ -16,6 +17,7 @@ from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
 from te_graph.fp8.kept_scales import scales_kept
+from te_graph.fp8.passed_over import passed_over_layers
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.region_numbers import region_numbers
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
@@ -29,8 +31,9 @@ class fp8_autocast(ContextDecorator):
 
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
     inner one counts; an outer one that is left before, by a generator that ends, is taken out from around it. An object
-    may be entered again, and is a decorator, too. Where a training leaves a region and no layer has computed in FP8
-    yet, a warning says so, once.
+    may be entered again, and is a decorator, too. A copy, and what is pickled and loaded elsewhere, is an equal region;
+    one of a group is copied with that, and not pickled. Where a training leaves a region and no layer has computed in
+    FP8 yet, a warning says so, once.
 
     Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), but
     for weights, whose first casts go by their own amaxes. They are updated when the outermost region is left, or right
@@ -91,9 +94,29 @@ class fp8_autocast(ContextDecorator):
             )
         if self.group is not None and (_is_of_others(self.group) or dist.get_rank(self.group) < 0):
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be a region of this process, in which none has used the object yet."""
         self.number = region_numbers.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
         let_flops_be_counted()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: without what is this process's, its numbers and scopes, which have locks and memory."""
+        return {name: value for name, value in vars(self).items() if name not in ("number", "_scopes")}
+
+    @opaque
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fp8_autocast:
+        """One with the same group: ranks go on sharing scales."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
 
     @opaque
     def __enter__(self) -> fp8_autocast:
@@ -122,6 +145,8 @@ class fp8_autocast(ContextDecorator):
                     "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
                     "it, nor a layer that te_graph.convert_to_fp8 converted"
                 )
+            if self.enabled:
+                passed_over_layers.report()
 
     def scope_on(self, device: torch.device) -> ScalingScope:
         """The scales of this region's recipe and group.

@@ -14,6 +14,7 @@ from te_graph.fp8.conversion_rules import ConversionRules, has_own_forward
 from te_graph.fp8.layer_state import load_state_, state_of
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.loaded_state import loaded_modules
+from te_graph.fp8.passed_over import passed_over_layers
 
 _log = logging.getLogger("te_graph")
 
@@ -69,7 +70,9 @@ def convert_to_fp8(
             (16 does not divide its features, a subclass, a parametrized weight) stays and is reported.
 
     Returns:
-        Which layers were converted, and why other matrices were not. Where nothing was, a warning says why, too.
+        Which layers were converted, and why other matrices were not. Where nothing was, a warning says why, too. Where
+        the first region that trains passes over some of the layers, since modules around them read their weights
+        instead of calling them, a warning names these, once.
 
     Raises:
         RuntimeError: a layer is graphed, or the model is wrapped by FSDP or DistributedDataParallel; convert first.
@@ -80,7 +83,7 @@ def convert_to_fp8(
         raise TypeError(f"convert_to_fp8: expected a torch.nn.Module, got {type(model).__name__}")
     _check_can_be_changed("convert_to_fp8", model)
     rules = ConversionRules(model, filter, include, min_features, first_last_bf16, conv1d)
-    converted: list[str] = []
+    converted: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, _CONVERTED) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
@@ -91,9 +94,10 @@ def convert_to_fp8(
             continue
         vars(module).pop("forward", None)
         module.__class__ = converted_class() if is_conv1d(module) else ConvertedLinear
-        converted.append(name)
+        converted[name] = module
     fp8 = [module for module in model.modules() if isinstance(module, _CONVERTED)]
-    report = report_on(model, converted, skipped, fp8)
+    report = report_on(model, list(converted), skipped, fp8)
+    passed_over_layers.watch(model, converted)
     if not fp8:
         reasons = report.most_frequent_reasons() or "it has no matrices"
         _log.warning("convert_to_fp8: no layer of %s computes in FP8: %s", type(model).__name__, reasons)
@@ -159,7 +163,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     Raises:
         KeyError: the names are not those of the model's FP8 layers.
-        ValueError: a state is of another form.
+        ValueError: a state is of another form, dtype (a cast one) or has scales that are none.
 
     Stream and capture: small copies, which are waited for; not inside a capture.
     """

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
-from te_graph.fp8.autocast import current_region
+from te_graph.common.gradient_state import has_gradient_hooks
+from te_graph.fp8.autocast import current_region, is_in_region
 from te_graph.fp8.layer_state import has_state, load_state_, state_of
 from te_graph.fp8.loaded_state import are_equal, mark_again, marked_members, recorded_mark_of
 from te_graph.fp8.marked_state import MarkedState
@@ -48,6 +49,11 @@ class FP8Layer(ReadyForCapture):
             if member is not None and weight is not None and member.fits(weight):
                 member.own_weight = weakref.ref(weight)
                 member.scope.cast_weights(member, records_amax=False)
+
+    def adds_to_main_grad(self, parameter: Tensor) -> bool:
+        """So it is of the weight, [out, in] or [in, out], in FP8, where no hook asks for its gradient."""
+        is_weight = parameter is plain_weight(self)
+        return is_weight and self.fuse_wgrad_accumulation and is_in_region() and not has_gradient_hooks(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.loaded_state import loaded_modules, members_of, untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
-from te_graph.fp8.member import check_state, new_state, without_cast
+from te_graph.fp8.state_form import check_state, new_state, without_cast
 from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
 
 

@@ -207,7 +207,7 @@ class Linear(nn.Linear, FP8Layer):
             state: [3, n] fp32. Copied.
 
         Raises:
-            ValueError: it is of another form.
+            ValueError: it is of another form, dtype (a cast one) or has scales that are none.
 
         Stream and capture: small copies, which are waited for; not inside a capture.
         """

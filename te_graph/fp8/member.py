@@ -20,40 +20,24 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.scale_block import Columns, Role
+from te_graph.fp8.state_form import (
+    CAST_SCALE,
+    DUE,
+    HAS_SCALE,
+    HEADER,
+    IS_CAST,
+    IS_DUE,
+    LARGEST,
+    LENGTH,
+    SCALE,
+    new_state,
+)
 from te_graph.fp8.weight_mark import is_marked, plain_weight
 
 if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
 
 WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
-_CAST_SCALE, _IS_CAST, _HAS_SCALE, _LARGEST, _DUE = 3, 4, 5, 6, 7  # positions in its header
-_IS_DUE, _NOT_DUE = 1, -1  # what is at the last one; 0 in states of before, which do not say
-
-
-def check_state(state: Tensor) -> None:
-    """Raise ValueError if ``state`` [...] is none that ``Member.state`` returned."""
-    if state.dim() != 2 or len(state) != 3 or state.shape[1] <= _HEADER or state[0, 0] != _VERSION:
-        raise ValueError(f"te_graph.Linear: expected FP8 state of version {_VERSION}, got shape {list(state.shape)}")
-
-
-def without_cast(state: Tensor) -> Tensor:
-    """A copy of ``state`` [3, n] that goes with another weight than that which was cast."""
-    state = state.clone()
-    state[Role.WEIGHT, _CAST_SCALE : _IS_CAST + 1] = 0
-    return state
-
-
-def new_state(device: torch.device, length: int = 0) -> Tensor:
-    """What ``Member.state`` returns of a module that has no amaxes yet, [3, n] fp32.
-
-    Args:
-        device: where it is.
-        length: of the histories; 0: none.
-    """
-    state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), dtype=torch.float32, device=device)
-    state[:, 0], state[:, 1], state[:, 2], state[:, _DUE] = _VERSION, length, 1, _NOT_DUE
-    return state
 
 
 @dataclass(frozen=True)
@@ -252,18 +236,18 @@ class Member(OwnObject):
         state = new_state(self.data.device, length)
         for role in Role if length else ():
             history, scale = self.history(role)
-            state[role, 2:3] = scale
-            state[role, _LARGEST] = self._largest(role) * self._is_given(role)
+            state[role, SCALE : SCALE + 1] = scale
+            state[role, LARGEST] = self._largest(role) * self._is_given(role)
             if self._is_due(role):
-                state[role, _DUE] = _IS_DUE
-            state[role, _HEADER : _HEADER + length] = history
+                state[role, DUE] = IS_DUE
+            state[role, HEADER : HEADER + length] = history
         if length:
-            state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
+            state[Role.WEIGHT, HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
         if length and weight is not None and (self.products.has_recorded_amax(weight) or self.is_recorded(weight)):
             scale = self.block.recorded_weight_scale[self.number : self.number + 1]
-            state[Role.WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = scale
-            state[Role.WEIGHT, _IS_CAST] = 1
+            state[Role.WEIGHT, CAST_SCALE : CAST_SCALE + 1] = scale
+            state[Role.WEIGHT, IS_CAST] = 1
         return state
 
     def is_recorded(self, weight: Tensor) -> bool:
@@ -276,14 +260,11 @@ class Member(OwnObject):
 
         One of before the first call empties the histories. Of a longer one the newest amaxes are taken. If the
         weight stays as it is, it is cast with the scale of its cast there, and its amax, which is in the history,
-        not recorded again. What ``state()`` returns next is what was loaded.
-
-        Raises:
-            ValueError: it is of another form.
+        not recorded again. What ``state()`` returns next is what was loaded. What others give is checked before
+        (``check_state``).
         """
         state = loaded.state
-        check_state(state)
-        saved = int(state[0, 1])
+        saved = int(state[0, LENGTH])
         self._untrained_state, self.products.trains = loaded if saved else None, False
         if not self.scope.is_delayed:
             return
@@ -295,23 +276,23 @@ class Member(OwnObject):
         with self.block.without_updates():
             for role in Role:
                 history, scale = self.history(role)
-                rows = state[role, _HEADER : _HEADER + saved].to(history)
+                rows = state[role, HEADER : HEADER + saved].to(history)
                 kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
                 history.zero_()
                 history[:1] = rows[:1]
                 history[len(history) - kept :] = rows[saved - kept :]
-                scale.copy_(state[role, 2:3])
-                largest = float(state[role, _LARGEST])
+                scale.copy_(state[role, SCALE : SCALE + 1])
+                largest = float(state[role, LARGEST])
                 if largest not in (0, self._largest(role)):  # of another format
                     scale.mul_(self._largest(role) / largest)
                 # No update before: it would roll what other modules have loaded. Where ranks share the scales, values
                 # do not tell whether one is due: those of one rank may be zero.
-                if state[role, _DUE] != 0:
-                    self._set_due(role, bool(state[role, _DUE] == _IS_DUE))
+                if state[role, DUE] != 0:
+                    self._set_due(role, bool(state[role, DUE] == IS_DUE))
                 elif bool(rows[0].any()):
                     self._set_due(role, True)
-        self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
-        is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
+        self._set_has_weight_scale(bool(state[Role.WEIGHT, HAS_SCALE]))
+        is_cast, cast_scale = bool(state[Role.WEIGHT, IS_CAST]), state[Role.WEIGHT, CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
         is_same = is_cast and self.block.weight_scale[self.number] == cast_scale.to(self.block.weight_scale)
         if not (is_same and self.has_recorded_amax()):

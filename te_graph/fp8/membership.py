@@ -17,8 +17,9 @@ from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.layer_state import has_state
 from te_graph.fp8.loaded_state import untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
-from te_graph.fp8.member import WEIGHT_DTYPES, Member, new_state
+from te_graph.fp8.member import WEIGHT_DTYPES, Member
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+from te_graph.fp8.state_form import new_state
 from te_graph.fp8.weight_mark import mark_of_plain
 from te_graph.graphs.guards.pure_hooks import computed_by_hooks
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_graph.common.dispatch import is_strided, storage_key
+from te_graph.common.dispatch import storage_key, storages_of
 from te_graph.common.own_objects import OwnObject
 
 
@@ -55,7 +54,7 @@ class OptimizerStepWatch(OwnObject):
             return
         noted = self._noted.get(optimizer, ())
         stepped = {
-            key for p in _parameters_of(optimizer) if id(p) in noted or _has_gradient(p) for key in _storages_of(p)
+            key for p in _parameters_of(optimizer) if id(p) in noted or _has_gradient(p) for key in storages_of(p)
         }
         with self._lock:
             watched = list(self._watched)
@@ -83,11 +82,3 @@ def _may_make_gradients(optimizer: torch.optim.Optimizer, args: tuple, kwargs: d
     """True where gradients may come after the first hook: from a closure, or from another hook."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
     return closure is not None or bool(optimizer._optimizer_step_pre_hooks)
-
-
-def _storages_of(parameter: Tensor) -> list[int]:
-    """Identities of the storages of ``parameter`` [...]; of a DTensor that of what is on this rank."""
-    if is_traceable_wrapper_subclass(parameter):
-        names, _ = parameter.__tensor_flatten__()
-        return [key for name in names for key in _storages_of(getattr(parameter, name))]
-    return [storage_key(parameter)] if is_strided(parameter) else []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import io
+import pickle
 import re
 import threading
 from collections.abc import Iterator
@@ -14,13 +17,15 @@ import torch
 import torch.distributed as dist
 from ranks import WORLDS, Rank, ranks_of
 from tensor_lists import same_bits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import te_graph as tg
 from te_graph.common.fp8_calls import take_excuse
+from te_graph.fp8 import autocast
 from te_graph.fp8.autocast import current_region
 from te_graph.fp8.recipes import Recipe
+from te_graph.fp8.region_numbers import RegionNumbers
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
@@ -222,6 +227,58 @@ def test_recipes_are_compared_by_value() -> None:
     assert tg.DelayedScaling(margin=1) == tg.DelayedScaling(margin=1) != tg.DelayedScaling()
     assert len({tg.Float8CurrentScaling(), tg.Float8CurrentScaling(), tg.DelayedScaling()}) == 2
     assert tg.DelayedScaling(1, tg.Format.E4M3, 8, "most_recent", False).amax_history_len == 8
+
+
+class InRegion(nn.Module):
+    """A layer whose calls enter the region that the module holds."""
+
+    def __init__(self, layer: tg.Linear, region: tg.fp8_autocast) -> None:
+        super().__init__()
+        self.layer, self.region = layer, region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, in]."""
+        with self.region:
+            return self.layer(x)
+
+
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_module_that_holds_a_region_is_copied_with_it(
+    layer: tg.Linear, x: Tensor, copied: Any, is_used: bool
+) -> None:
+    model = InRegion(layer, tg.fp8_autocast(recipe=CURRENT))
+    model.region.name = "of the user's"
+    if is_used:
+        model(x)
+    twin, region = copied(model), copied(model.region)
+    for one in {twin.region, region} - {model.region}:
+        assert one.recipe == CURRENT and one.enabled and not one.calibrating and one.group is None
+        assert one.number == model.region.number and one.name == "of the user's"
+    assert same_bits(twin(x), model(x))
+    with region:
+        assert computes_in_fp8(layer, x)
+    assert not computes_in_fp8(layer, x)
+
+
+def test_a_region_of_another_process_has_a_number_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions = [tg.fp8_autocast(recipe=tg.DelayedScaling(margin=margin)) for margin in (11, 12, 13)]
+    pickled = [pickle.dumps(region) for region in regions]
+    monkeypatch.setattr(autocast, "region_numbers", RegionNumbers())  # as another process has them
+    there = [pickle.loads(one) for one in reversed(pickled)]
+    equal = [tg.fp8_autocast(recipe=one.recipe).number for one in regions]
+    assert [one.number for one in reversed(there)] == equal == [3, 2, 1]
 
 
 def shared_scales(rank: Rank) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from unittest import mock
 
 import pytest
@@ -147,3 +148,26 @@ def states_that_are_saved(rank: Rank, is_zero: bool) -> None:
 @pytest.mark.parametrize("is_zero", [False, True])
 def test_a_training_is_resumed_with_the_state_of_each_rank(ranks, is_zero: bool) -> None:
     ranks.run(states_that_are_saved, 0, is_zero)
+
+
+def test_layers_leave_the_scope_of_a_group_that_is_destroyed() -> None:
+    """Groups of the same name, one after the other, have scopes of their own."""
+    layer, x = tg.Linear(WIDTH, WIDTH, bias=False), torch.randn(4, WIDTH)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            for _ in range(2):
+                with region():
+                    y = layer(x)
+                y.sum().backward()
+            assert layer.fp8.scope.group is group
+            twins = [copied(region()) for copied in (copy.copy, copy.deepcopy)]
+            assert all(twin.group is group and twin.number == region().number for twin in twins)
+            with pytest.raises(TypeError, match=r"cannot pickle '.*ProcessGroup' object"):
+                pickle.dumps(region())
+        finally:
+            dist.destroy_process_group()
+    with tg.fp8_autocast(recipe=RECIPE):
+        layer(x).sum().backward()
+    assert layer.fp8.scope.group is None

@@ -239,6 +239,50 @@ def test_states_of_another_form_are_refused_when_they_are_loaded(device: str, is
     layer.state_dict()
 
 
+def with_entry(state: Tensor, row: int, column: int, value: float) -> Tensor:
+    """A copy of ``state`` [3, n] that has ``value`` there."""
+    state = state.clone()
+    state[row, column] = value
+    return state
+
+
+DAMAGED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "halves": (Tensor.half, r"got one of torch\.float16: a checkpoint whose tensors were cast"),
+    "bfloat16": (Tensor.bfloat16, r"got one of torch\.bfloat16: a checkpoint whose tensors were cast"),
+    "doubles": (Tensor.double, r"got one of torch\.float64: a checkpoint whose tensors were cast"),
+    "halves and back": (
+        lambda state: with_entry(state, 0, 2, 1e9).half().float(),
+        "a scale that is finite and positive, got inf for the input",
+    ),
+    "no scale": (lambda state: with_entry(state, 2, 2, 0), "got 0 for the gradient of the result"),
+    "a negative scale": (lambda state: with_entry(state, 1, 2, -1), "got -1 for the weight"),
+    "no number": (lambda state: with_entry(state, 1, 2, float("nan")), "got nan for the weight"),
+    "the scale of a cast": (lambda state: with_entry(state, 1, 3, float("inf")), "got inf for the weight"),
+    "half a step": (
+        lambda state: with_entry(state, 0, 1, 2.5),
+        "a history length of a whole number up to 1024, got 2.5",
+    ),
+    "a long history": (lambda state: with_entry(state, 2, 1, 1025), "got 1025"),
+    "a negative length": (lambda state: with_entry(state, 0, 1, -1), "got -1"),
+    "an infinite length": (lambda state: with_entry(state, 0, 1, float("inf")), "got inf"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_damaged_states_are_refused_when_they_are_loaded(
+    device: str, saved: dict[str, Tensor], damage: Callable, message: str, is_known: bool
+) -> None:
+    layer = new_layer(device)
+    if is_known:
+        forward(layer, an_input(device))
+    before = layer.get_extra_state()
+    for load in (layer.set_extra_state, lambda state: tg.load_fp8_state_dict(nn.Sequential(layer), {"0": state})):
+        with pytest.raises(ValueError, match=f"expected FP8 state .*{message}"):
+            load(damage(saved["_extra_state"]))
+    assert same_bits(layer.get_extra_state(), before)
+
+
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 def test_a_state_of_before_the_first_call_leads_back_there(device: str, graphed: bool) -> None:
     model, x = nn.Sequential(new_layer(device)), an_input(device).requires_grad_()

@@ -12,6 +12,7 @@ import torch
 from fp8_gradients import IN, OUT, RECIPE, a_sample, backward, call, gradients_of
 from tensor_lists import same_bits
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
@@ -192,3 +193,65 @@ def test_whether_gradients_go_to_main_grad_may_change_after_a_call(device: str, 
         layer.fp8.update_if_due()
         results.append([layer.weight.main_grad, layer.get_extra_state()])
     assert all(map(same_bits, *results))
+
+
+class Tied(nn.Module):
+    """A product by a weight that an FP8 layer may have as well."""
+
+    def __init__(self, layer: tg.Linear, is_tied: bool) -> None:
+        super().__init__()
+        self.layer, self.is_tied = layer, is_tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out]"""
+        y = self.layer(x)
+        return y + F.linear(x, self.layer.weight) if self.is_tied else y
+
+
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_an_eager_call_of_a_layer_that_adds_to_main_grad_itself_passes(device: str, is_module: bool) -> None:
+    results, samples = [], [a_sample(device).detach()[:count] for count in (7, 3, 7)]
+    for graphed in (False, True):
+        layer = fused(device, torch.bfloat16, torch.float32, False)
+        model = Tied(layer, is_tied=False) if is_module else lambda x, layer=layer: layer(x)
+        if graphed:
+            with tg.fp8_autocast(recipe=RECIPE):
+                model = tg.make_graphed_callables(model, (samples[0],), on_mismatch="eager")
+        for x in samples:
+            backward(model, x)
+        assert layer.weight.grad is None
+        results.append([layer.weight.main_grad, layer.bias.grad])
+        assert not graphed or sum(model.te_graph.info()["eager_calls"].values()) == 1
+    assert all(map(same_bits, *results))
+
+
+def outside(model: nn.Module, x: Tensor) -> None:
+    model(x).float().sum().backward()
+
+
+def hooked(model: nn.Module, x: Tensor) -> None:
+    model.layer.weight.register_hook(lambda grad: grad)
+    backward(model, x)
+
+
+def with_bias(model: nn.Module, x: Tensor) -> None:
+    model.layer.bias.main_grad = torch.zeros(OUT, device=x.device)
+    backward(model, x)
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "call_otherwise"),
+    [(True, backward), (False, outside), (False, hooked), (False, with_bias)],
+    ids=["tied", "outside", "hooked", "bias"],
+)
+def test_other_eager_calls_that_would_miss_main_grad_are_refused(
+    device: str, is_tied: bool, call_otherwise: Callable
+) -> None:
+    layer = fused(device, torch.bfloat16, torch.float32, False)
+    model = Tied(layer, is_tied)
+    with tg.fp8_autocast(recipe=RECIPE):
+        tg.make_graphed_callables(model, (a_sample(device).detach(),), on_mismatch="eager")
+    with pytest.raises(RuntimeError, match=r"an eager call would leave gradients in \.grad instead of main_grad"):
+        call_otherwise(model, a_sample(device)[:3].detach())
+    assert layer.weight.grad is None
+    assert bool((layer.weight.main_grad == 0.25).all())

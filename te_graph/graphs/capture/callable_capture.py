@@ -102,7 +102,7 @@ class CallableCapture:
         host_steps: what its ops do on the host before they launch, of each slot.
         fp8_calls: of FP8 layers, in the forward.
         grad_buffers: where ops add up gradients of parameters by themselves.
-        make_ready: lets modules prepare for a capture, or for the next iteration.
+        ready: modules that prepare for a capture, and for the next iteration.
     """
 
     def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
@@ -123,9 +123,9 @@ class CallableCapture:
         self.grad_buffers = GradBuffers()
         self.walker = SourceWalker(names_around(self.root))
         sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
-        if ready := make_ready(source.obj for source in [*sources, *self._sources]):
+        self.ready = make_ready(source.obj for source in [*sources, *self._sources])
+        if self.ready:
             sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
-        self.make_ready = functools.partial(make_ready, ready)
         check_attributes(self.label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(self.label, sources)
         refuse_fused_main_grads(self.label, sources)
@@ -260,7 +260,7 @@ class CallableCapture:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
         inputs, nothing = self.samples, contextlib.nullcontext()
         is_last = watch is self.watch
-        self.make_ready()
+        make_ready(self.ready)
         steps = _C.HostSteps()  # replays take them, not a warm-up, which is undone
         code = CodeWatch(aside=self._hooks)
         with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:

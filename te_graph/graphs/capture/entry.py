@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.before_capture import ReadyForCapture
 from te_graph.common.gradient_state import GradientState, flat_of, main_grad_of
 from te_graph.graphs.arguments.signature import DiscernibleError, ResultNest, Signature
 from te_graph.graphs.capture.call_form import CallForm
@@ -31,6 +32,8 @@ class CallableEntry:
         leaves: those outside that get a gradient, in the order of their numbers; not kept alive.
         states: what graphed callables share about each of those.
         has_main_grads: the gradient of one of them goes to a ``main_grad``.
+        added_by_ops: of each of those, whether ops of the callable add all of its gradient up by themselves.
+        ready: modules that say whether they do so eagerly, too; not kept alive.
         statistics: of the capture: backend, slots, graphs, nodes, fp8_calls, bytes, capture_seconds.
         computed: attributes that hooks of modules below the callable compute inside the graph.
         changed: arguments that the callable changes in place; None where it changes none.
@@ -46,6 +49,8 @@ class CallableEntry:
     leaves: list[weakref.ref[Tensor]]
     states: list[GradientState]
     has_main_grads: bool
+    added_by_ops: list[bool]
+    ready: list[weakref.ref[ReadyForCapture]]
     statistics: dict[str, Any]
     computed: list[Computed]
     changed: ChangedArguments | None
@@ -95,10 +100,18 @@ class CallableEntry:
         return _C.fast_call(self.graphed, plain_call_guard(), len(self.signature.tensors), grad_mode)
 
     def adds_to_main_grads(self) -> bool:
-        """Whether a gradient goes to a ``main_grad`` that it would not reach otherwise, as it does in a flat buffer."""
-        leaves = (reference() for reference in self.leaves) if self.has_main_grads else ()
-        trained = (leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
-        return any(main_grad_of(leaf) is not None and flat_of(leaf) is None for leaf in trained)
+        """Whether a gradient goes to a ``main_grad`` that it would not reach in an eager call, as it does in a flat
+        buffer, and from layers that add to it themselves."""
+        if not self.has_main_grads:
+            return False
+        ready = [module for reference in self.ready if (module := reference()) is not None]
+        for reference, is_added_by_ops in zip(self.leaves, self.added_by_ops, strict=True):
+            leaf = reference()
+            if leaf is None or not leaf.requires_grad or main_grad_of(leaf) is None or flat_of(leaf) is not None:
+                continue
+            if not (is_added_by_ops and any(module.adds_to_main_grad(leaf) for module in ready)):
+                return True
+        return False
 
     def pass_over(self) -> None:
         """Note that a call replays another capture, or runs eagerly because that could not be made."""

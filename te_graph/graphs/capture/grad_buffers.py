@@ -23,10 +23,15 @@ class GradBuffers:
     def __init__(self) -> None:
         self._requests: list[tuple[Tensor, bool]] = []
         self._buffers: dict[int, Tensor] = {}
+        self._with_others: set[int] = set()  # to which ops add that did not ask for them
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Whether there is one for ``parameter`` [...]."""
         return id(parameter) in self._buffers
+
+    def has_whole(self, parameter: Tensor) -> bool:
+        """Whether all of the gradient of ``parameter`` [...] is what ops add up by themselves."""
+        return parameter in self and id(parameter) not in self._with_others
 
     def note(self, steps: _C.HostSteps) -> None:
         """Take from the ``steps`` of a warm-up whose gradients ops would add up, and whether in ``main_grad``."""
@@ -88,6 +93,7 @@ class GradBuffers:
                 )
             gathered[number] = buffer = self._buffers[id(parameter)]
             if grads[number] is not None:
+                self._with_others.add(id(parameter))
                 with torch.no_grad():
                     buffer.add_(grads[number])
         return gathered

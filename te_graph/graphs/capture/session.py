@@ -232,7 +232,7 @@ def _capture_graphs(captures: list[CallableCapture], group: CaptureGroup, progre
             group.at_work = capture.label
             for number in slots:
                 with explained(capture.label, "the capture", capture.watch.notes):
-                    capture.make_ready()  # after what the last iteration, or capture, has written
+                    make_ready(capture.ready)  # after what the last iteration, or capture, has written
                     capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):
@@ -285,6 +285,8 @@ def _assemble_all(
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],
             has_main_grads=any(main_grad_of(parameter) is not None for parameter in parameters),
+            added_by_ops=[capture.grad_buffers.has_whole(parameter) for parameter in parameters],
+            ready=[weakref.ref(module) for module in capture.ready],
             statistics={
                 "backend": backend.name,
                 "slots": len(capture.slots),

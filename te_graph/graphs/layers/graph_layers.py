@@ -69,8 +69,9 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
         of its modules, small arrays there, the scales and histories of FP8 layers, and the random generators of torch,
         Python and NumPy are put back, so training begins as if it had not been. What else the code of the user does
         stays: a batch that it takes from an iterator is gone, a loss is logged, a configuration object has what a first
-        call sets. Gradients that are there before are copied for the step, which costs their size: call it after
-        ``zero_grad()``. Results and activations of the step are freed before the first capture.
+        call sets, and the first iteration of ``DistributedDataParallel(static_graph=True)`` is over. Gradients that are
+        there before are copied for the step, which costs their size: call it after ``zero_grad()``. Results and
+        activations of the step are freed before the first capture.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_graph.common.capture_lock import capture_lock, watched_call
-from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
+from te_graph.common.dispatch import is_in_backward, is_leaf, is_strided, storage_key, storages_of
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.kept_state import state_kept
 from te_graph.graphs.guards.effects.kept_memory import is_small_array
@@ -46,7 +46,9 @@ class Use:
 
 
 class StepWatch(TensorWatch):
-    """A ``TensorWatch`` of a step that puts back the tensors of a model, and no others.
+    """A ``TensorWatch`` of a step that puts back the tensors of a model, and the gradients of other leaves that it
+    uses, and no others: what else is written may go with state that the watch does not know, as buckets and maps of
+    DistributedDataParallel's reducer do.
 
     Args:
         model: whose weights, buffers and gradients are put back.
@@ -61,9 +63,10 @@ class StepWatch(TensorWatch):
         self._calls = calls
         self._weights = {storage_key(p): name for name, p in model.named_parameters() if is_strided(p)}
         self._parameters = {id(p) for p in model.parameters()}
-        grads = (getattr(p, name, None) for p in model.parameters() for name in ("grad", "main_grad"))
-        others = (t for t in (*values_held_by(model), *grads) if isinstance(t, Tensor) and is_strided(t))
-        self._kept = {*self._weights, *map(storage_key, others)}
+        grads = (grad for parameter in model.parameters() for grad in _gradients_of(parameter))
+        others = (value for value in values_held_by(model) if isinstance(value, Tensor))
+        self._kept = {*self._weights, *(key for tensor in (*others, *grads) for key in storages_of(tensor))}
+        self._leaves_known = 0  # whose gradients are among these
         self._op = ""
         self.uses: dict[int, list[Use]] = {}
 
@@ -93,8 +96,18 @@ class StepWatch(TensorWatch):
             )
 
     def keep_value(self, tensor: Tensor) -> None:
-        if storage_key(tensor) in self._kept or is_in_backward():  # which adds to gradients
+        if storage_key(tensor) in self._kept:
             super().keep_value(tensor)
+
+    def keep_grads(self, tensor: Tensor) -> None:
+        super().keep_grads(tensor)
+        if self._leaves_known == len(self._grads):
+            return
+        # Of a list: threads of the backward may add others meanwhile.
+        seen = [leaf for leaf, _ in list(self._grads.values())[self._leaves_known :]]
+        self._leaves_known += len(seen)
+        for leaf in filter(is_leaf, seen):
+            self._kept.update(key for grad in _gradients_of(leaf) for key in storages_of(grad))
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
         is_parameter = id(tensor) in self._parameters and tensor.requires_grad and not is_in_backward()
@@ -103,6 +116,12 @@ class StepWatch(TensorWatch):
             is_cast = op.startswith("aten._to_copy") and torch.is_grad_enabled()
             self.uses.setdefault(id(tensor), []).append(Use(frozenset(self._calls.under_way), is_cast))
         super()._see(tensor, op, keeps)
+
+
+def _gradients_of(leaf: Tensor) -> list[Tensor]:
+    """``grad`` and ``main_grad`` of ``leaf`` [...], of its shape, as far as it has them."""
+    grads = (getattr(leaf, name, None) for name in ("grad", "main_grad"))
+    return [grad for grad in grads if isinstance(grad, Tensor)]
 
 
 def _is_given_to_function(tensor: Tensor) -> bool:

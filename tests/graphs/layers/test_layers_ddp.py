@@ -51,3 +51,34 @@ def train_two_steps(rank: Rank) -> None:
 
 def test_two_steps_on_unequal_batches(ranks: Ranks, seed: int) -> None:
     ranks.run(train_two_steps, seed)
+
+
+def train_static_graph(rank: Rank, as_view: bool) -> None:
+    """The watched step is the first iteration, of which the reducer keeps what it has found."""
+    model = InTurn(Block(), Block()).to(rank.device)
+    model.unused = nn.Linear(6, 6, device=rank.device)
+    wrapped = [
+        DistributedDataParallel(one, static_graph=True, gradient_as_bucket_view=as_view)
+        for one in (model, eager_copy(model))
+    ]
+    torch.manual_seed(rank.rank)  # unequal data
+    x = batch(rank.device)
+
+    def gradients(one: nn.Module) -> object:
+        one(x).square().mean().backward()
+        seen = gradients_of([*one.parameters()])
+        one.zero_grad()
+        return seen
+
+    gradients(wrapped[1])
+    report = tg.graph_layers(wrapped[0], lambda: wrapped[0](x).square().mean().backward())
+    assert report.layers == ("layers.0", "layers.1")
+    for _ in range(3):
+        assert_bitwise_equal(*map(gradients, wrapped))
+        assert_bitwise_equal(*(one.reducer._get_local_used_map() for one in wrapped))
+    assert [layer.te_graph.info()["forward_replays"] for layer in model.layers] == [3, 3]
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_static_graph_that_begins_with_the_watched_step(ranks: Ranks, seed: int, as_view: bool) -> None:
+    ranks.run(train_static_graph, seed, as_view)
