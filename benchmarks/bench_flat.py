@@ -8,7 +8,8 @@
     python benchmarks/bench_flat.py --models gpt --append part/flat.json --out part    # added to what was measured
     python benchmarks/bench_flat.py --device cpu              # tries the script on small models over gloo
 
-This script starts a process for each rank, and new ones for each model and variant. Times are medians of those of the
+This script starts a process for each rank, and new ones for each model and variant, all with deterministic kernels, or
+eager execution would not equal itself. Times are medians of those of the
 slowest rank, of steps that follow each other: of a step; of its micro-batches with a reduction and without one, the
 optimizer left out; of the optimizer; of the reduction of the last bucket, and of all, by themselves. Of eager variants,
 bytes between ranks are counted from the collectives that are called, times what a ring moves of them, and bytes on the

@@ -22,6 +22,7 @@ from cases.flat.stacks import Model, Stack, loss_of
 from cases.flat.traces import LAST_BACKWARD, count_kinds, reduction_times
 from cases.flat.traffic import Traffic
 from cases.flat.variants import VARIANTS, Trained
+from te_graph.testing import deterministic
 
 HEAD_START = 1e-3  # seconds for which the device sleeps, so that what is timed has been launched when it begins
 
@@ -240,17 +241,18 @@ NOT_COUNTED = {"wire_bytes": None, "device_bytes": None, "kernels": None, "first
 
 def measure(rank: Rank, cases: Sequence[Case]) -> None:
     """What each rank does, one case after the other; the first one emits rows, and then what is counted for them."""
-    for case in cases:
-        training = Training(rank, case)
-        for part in (Training.times, Training.traffic, Training.trace):
-            found = part(training)
-            if rank.rank == 0:
-                rank.emit({"variant": case.variant, "tokens": case.tokens, **found})
-        training.trained.close()
-        del training
-        gc.collect()
-        if rank.is_gpu:
-            torch.cuda.empty_cache()
+    with deterministic():  # or steps of 2048 tokens would differ from themselves, by the backward of attention
+        for case in cases:
+            training = Training(rank, case)
+            for part in (Training.times, Training.traffic, Training.trace):
+                found = part(training)
+                if rank.rank == 0:
+                    rank.emit({"variant": case.variant, "tokens": case.tokens, **found})
+            training.trained.close()
+            del training
+            gc.collect()
+            if rank.is_gpu:
+                torch.cuda.empty_cache()
 
 
 def _seconds(begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
