@@ -121,7 +121,9 @@ def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtyp
                 f"{grad_dtype}"
             )
         if flat_of(parameter) is not None:
-            raise ValueError(f"FlatParameters: {name} is in another FlatParameters already")
+            raise ValueError(
+                f"FlatParameters: {name} is in another FlatParameters already: call close() of that one first"
+            )
         if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
             raise ValueError(
                 f"FlatParameters: expected {name}.grad_dtype to be {parameter.dtype}, got {parameter.grad_dtype}: "

@@ -159,7 +159,8 @@ def test_refused(name):
 def test_a_second_one_over_a_parameter_is_refused():
     model = nn.Linear(2, 2)
     flat = tg.FlatParameters(model)
-    with pytest.raises(ValueError, match="weight is in another FlatParameters already"):
+    message = r"weight is in another FlatParameters already: call close\(\) of that one first"
+    with pytest.raises(ValueError, match=message):
         tg.FlatParameters(model)
     flat.close()
     again = tg.FlatParameters(model)
