@@ -28,8 +28,8 @@ _GRADIENTS_LIVE = (
 )
 
 
-def named_parameters(module_or_params: Any) -> list[tuple[str, Tensor]]:
-    """Names and parameters [...] that require a gradient, each once.
+def named_parameters(module_or_params: Any) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Names and parameters [...] that require a gradient, and those that are frozen, each once.
 
     Raises:
         TypeError: ``module_or_params`` is neither a module nor an iterable of tensors.
@@ -44,10 +44,11 @@ def named_parameters(module_or_params: Any) -> list[tuple[str, Tensor]]:
             "FlatParameters: expected a module, or parameters with or without their names, got "
             f"{type(module_or_params).__name__}"
         )
-    chosen = {id(parameter): (name, parameter) for name, parameter in reversed(named) if parameter.requires_grad}
+    once = list(reversed({id(parameter): (name, parameter) for name, parameter in reversed(named)}.values()))
+    chosen = [(name, parameter) for name, parameter in once if parameter.requires_grad]
     if not chosen:
         raise ValueError("FlatParameters: expected parameters that require a gradient, got none")
-    return list(reversed(chosen.values()))
+    return chosen, [(name, parameter) for name, parameter in once if not parameter.requires_grad]
 
 
 def _with_name(number: int, member: Any) -> tuple[str, Tensor]:

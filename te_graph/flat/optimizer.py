@@ -46,6 +46,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
     Attributes:
         flat: the FlatParameters.
         inner: the optimizer of the masters.
+        trained: of each group, the parameters [...] that are flat; the others are frozen, and passed over.
         segments: of each group, the parts of its parameters that this rank steps.
         is_scaled_over_ranks: it is being stepped by a ``FlatGradScaler``.
     """
@@ -66,14 +67,9 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if params is None:
             params = flat.parameters
         super().__init__(params, dict(defaults))
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if flat_of(parameter) is not flat:
-                    raise ValueError(
-                        f"FlatParameters.optimizer: expected parameters of {flat!r}, got one of shape "
-                        f"{list(parameter.shape)} that is not in it: give it an optimizer of its own"
-                    )
-        self.segments = [segments_of(flat, group["params"]) for group in self.param_groups]
+        _check_members(flat, self.param_groups)
+        self.trained = [[one for one in group["params"] if flat_of(one) is flat] for group in self.param_groups]
+        self.segments = [segments_of(flat, parameters) for parameters in self.trained]
         self._all_segments = [segment for segments in self.segments for segment in segments]
         self._copied = [segment for segment in self._all_segments if segment.is_copied]
         self._gradients = _C.FlatGradients([gradient_of(parameter) for parameter in self._parameters()])
@@ -87,7 +83,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(settings_of(inner))
         self.defaults = self.inner.defaults
-        self.state = PartStates(self._parameters(), self._all_segments, self.inner)
+        everyone = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state = PartStates(everyone, self._all_segments, self.inner)
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
 
@@ -303,7 +300,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
             buffer.settle_()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return [parameter for parameters in self.trained for parameter in parameters]
 
     def _is_trial(self) -> bool:
         rates = [group["lr"] for group in self.param_groups if "lr" in group]
@@ -313,6 +310,19 @@ class FlatOptimizer(Uncopyable, Optimizer):
         # What has no elements lies nowhere.
         count = sum(parameter.numel() > 0 for parameter in self._parameters())
         return len(elsewhere) == count and not any(grad.any() for grad in elsewhere)
+
+
+def _check_members(flat: FlatParameters, groups: Sequence[dict[str, Any]]) -> None:
+    """Raise unless all parameters of ``groups`` are those of ``flat``, or frozen ones beside them."""
+    for number, group in enumerate(groups):
+        places = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+        for name, parameter in zip(group.get("param_names", places), group["params"], strict=True):
+            if flat_of(parameter) is not flat and parameter not in flat.frozen:
+                raise ValueError(
+                    f"FlatParameters.optimizer: expected parameters of {flat!r}, got {name} of shape "
+                    f"{list(parameter.shape)} that is not in it: give it an optimizer of its own"
+                )
+    flat.frozen.check()
 
 
 def _check_class(cls: type[Optimizer], elementwise: bool) -> None:

@@ -108,6 +108,33 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept_and_saved(device: str) -
     assert_same(model, plain)
 
 
+def test_frozen_parameters_are_passed_over(device: str) -> None:
+    """As by torch's optimizers: they are in the groups, and have no state."""
+    plain = TwoDtypes(device)
+    for layer in plain.layers[:2]:
+        layer.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    flat = tg.FlatParameters(model, grad_dtype=torch.float32)
+    groups = [[{"params": list(layer.parameters())} for layer in one.layers] for one in (model, plain)]
+    optimizer = flat.optimizer(torch.optim.AdamW, groups[0], lr=1e-2)
+    train(model, optimizer, device)
+    assert [id(one) for group in optimizer.param_groups for one in group["params"]] == list(map(id, model.parameters()))
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == [2, 3] and not optimizer.state[model.layers[0].weight]
+    torch.optim.AdamW(groups[1], lr=1e-2).load_state_dict(state)
+    resumed = flat.optimizer(torch.optim.AdamW, groups[0], lr=1e-2)
+    resumed.load_state_dict(state)
+    assert_equal(resumed.state_dict(), state)
+    resumed.zero_grad(set_to_none=False)
+    assert [group["params"] for group in optimizer.sharded().state_dict()["param_groups"]] == [
+        [],
+        [],
+        ["layers.2.weight"],
+        ["layers.3.weight"],
+    ]
+    flat.close()
+
+
 def test_a_step_moves_on_what_it_steps_alone(device: str) -> None:
     """A backward may follow through parameters that another optimizer of the same FlatParameters steps."""
     plain = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for name in "ab"}).to(
