@@ -28,6 +28,7 @@ from te_graph.flat.checks import (
     other_tensors,
 )
 from te_graph.flat.flat_buffer import FlatBuffer, buffers_of
+from te_graph.flat.foreign_functions import include_main_grads
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
 from te_graph.flat.frozen_parameters import FrozenParameters
 from te_graph.flat.groups import Groups, tensor_parallel_group
@@ -191,6 +192,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             self._close_group()  # on all ranks, for all raise
             raise
         refuse_foreign_optimizers()
+        if shard != "none" or any(buffer.has_main_grads for buffer in self.buffers):
+            include_main_grads()
         move_exported_results()
         self._reduction = Reduction(
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
-from te_graph.common.gradient_state import flat_of, gradient_state
+from te_graph.common.gradient_state import flat_of
 from te_graph.common.opaque import opaque
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.flat.flat_buffer import gradient_of
 from te_graph.flat.optimizer_state import PartStates, check_shapes, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
+from te_graph.flat.zeros import set_to_zero_
 
 if TYPE_CHECKING:
     from te_graph.flat.flat_parameters import FlatParameters
@@ -151,16 +152,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if set_to_none:
             self._gradients.drop()
             return
-        self._settle_()
-        missing, elsewhere = set(self._gradients.missing()), dict(self._gradients.elsewhere())
-        for grad in elsewhere.values():
-            if grad.grad_fn is not None:
-                grad.detach_()
-        there = {n: parameter for n, parameter in enumerate(self._parameters()) if n not in missing}
-        if there:
-            torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
-        self._gradients.note_written()
-        self.flat.reducer.forget_reduced(there.values())
+        set_to_zero_(self.flat, self._parameters(), self._gradients)
 
     @contextlib.contextmanager
     def own_gradients(self, op: str) -> Iterator[list[Tensor]]:
