@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
@@ -289,6 +290,21 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         """Over whose ranks gradients of one model are divided."""
         return [group for group in (self.sharding_group, self.tp_group) if group is not None]
 
+    def max_over_parts_(self, values: Tensor) -> None:
+        """Make ``values`` the largest of all ranks over which gradients of one model are divided, which all call this.
+
+        Args:
+            values: [...], float32, on the device of the parameters. Mutated.
+
+        Raises:
+            RuntimeError: the group was aborted, or ranks call different operations.
+
+        Stream and capture: a collective over each group, on the current stream.
+        """
+        self._reduction.max_(values)
+        if self.tp_group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, self.tp_group)
+
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """What this rank has of ``buffer``.
 
@@ -299,6 +315,20 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             Begins and ends, in elements, ascending.
         """
         return self._reduction.own_parts(buffer)
+
+    def meet(self, op: str) -> None:
+        """Wait for all ranks over which parts are divided, before ``op`` has collectives over these.
+
+        Args:
+            op: for messages: what all of them call.
+
+        Raises:
+            RuntimeError: one of them does not call ``op``, in the time that operations of the group have.
+
+        Stream and capture: waits for these ranks on the host.
+        """
+        if self._reduction.is_sharded:
+            self._reduction.calls.meet(op)
 
     def wait_for_parameters(self) -> None:
         """Let what comes on the current stream wait for parameters that are being gathered: before those of modules in

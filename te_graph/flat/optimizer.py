@@ -186,9 +186,13 @@ class FlatOptimizer(Uncopyable, Optimizer):
         of float32. All ranks call it; what they get can be loaded by any number of ranks, and by the optimizer's own
         class. Each rank has all of it then: ``sharded`` is for what is too large for that.
 
+        Raises:
+            RuntimeError: sharded, and another rank does not call it, within the timeout of the group or two minutes.
+
         Stream and capture: allocates, synchronizes.
         """
         self.flat.wait_for_parameters()
+        self.flat.meet("FlatOptimizer.state_dict")
         states = self.state
         self.state = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
         try:
