@@ -86,14 +86,23 @@ def _as_it_lies(tensor: Tensor) -> Tensor:  # [...] -> [...]
     return torch._neg_view(memory) if memory.is_neg() else memory
 
 
-def check_places(buffers: Iterable[FlatBuffer]) -> None:
-    """Raise RuntimeError if a parameter is no longer where ``buffers`` have it, naming it."""
-    for buffer in buffers:
-        if change := buffer.all_gradients.first_change():
-            raise RuntimeError(
-                f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
-                "assign=True before; call close() first where that comes later"
-            )
+def check_places(buffers: Sequence[FlatBuffer]) -> None:
+    """Raise RuntimeError if a parameter is no longer where ``buffers`` have it, naming it. Where all have become copies
+    of themselves on the same CPU, they are put back."""
+    change = _first_change(buffers)
+    if change and not is_captured(buffers[0].data.device) and all(buffer.is_copied() for buffer in buffers):
+        for buffer in buffers:
+            buffer.put_back_()
+        change = _first_change(buffers)
+    if change:
+        raise RuntimeError(
+            f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
+            "assign=True before (.to('cpu:0') copies what is on 'cpu', too); call close() first where that comes later"
+        )
+
+
+def _first_change(buffers: Iterable[FlatBuffer]) -> str:
+    return next(filter(None, (buffer.all_gradients.first_change() for buffer in buffers)), "")
 
 
 def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtype) -> None:
