@@ -28,8 +28,8 @@ _GRADIENTS_LIVE = (
 )
 
 
-def named_parameters(module_or_params: Any) -> list[tuple[str, Tensor]]:
-    """Names and parameters [...] that require a gradient, each once.
+def named_parameters(module_or_params: Any) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Names and parameters [...] that require a gradient, and those that are frozen, each once.
 
     Raises:
         TypeError: ``module_or_params`` is neither a module nor an iterable of tensors.
@@ -44,10 +44,11 @@ def named_parameters(module_or_params: Any) -> list[tuple[str, Tensor]]:
             "FlatParameters: expected a module, or parameters with or without their names, got "
             f"{type(module_or_params).__name__}"
         )
-    chosen = {id(parameter): (name, parameter) for name, parameter in reversed(named) if parameter.requires_grad}
+    once = list(reversed({id(parameter): (name, parameter) for name, parameter in reversed(named)}.values()))
+    chosen = [(name, parameter) for name, parameter in once if parameter.requires_grad]
     if not chosen:
         raise ValueError("FlatParameters: expected parameters that require a gradient, got none")
-    return list(reversed(chosen.values()))
+    return chosen, [(name, parameter) for name, parameter in once if not parameter.requires_grad]
 
 
 def _with_name(number: int, member: Any) -> tuple[str, Tensor]:
@@ -85,14 +86,23 @@ def _as_it_lies(tensor: Tensor) -> Tensor:  # [...] -> [...]
     return torch._neg_view(memory) if memory.is_neg() else memory
 
 
-def check_places(buffers: Iterable[FlatBuffer]) -> None:
-    """Raise RuntimeError if a parameter is no longer where ``buffers`` have it, naming it."""
-    for buffer in buffers:
-        if change := buffer.all_gradients.first_change():
-            raise RuntimeError(
-                f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
-                "assign=True before; call close() first where that comes later"
-            )
+def check_places(buffers: Sequence[FlatBuffer]) -> None:
+    """Raise RuntimeError if a parameter is no longer where ``buffers`` have it, naming it. Where all have become copies
+    of themselves on the same CPU, they are put back."""
+    change = _first_change(buffers)
+    if change and not is_captured(buffers[0].data.device) and all(buffer.is_copied() for buffer in buffers):
+        for buffer in buffers:
+            buffer.put_back_()
+        change = _first_change(buffers)
+    if change:
+        raise RuntimeError(
+            f"FlatParameters: {change}: the flat buffers would not follow. Move, convert, freeze and load with "
+            "assign=True before (.to('cpu:0') copies what is on 'cpu', too); call close() first where that comes later"
+        )
+
+
+def _first_change(buffers: Iterable[FlatBuffer]) -> str:
+    return next(filter(None, (buffer.all_gradients.first_change() for buffer in buffers)), "")
 
 
 def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtype) -> None:
@@ -121,7 +131,9 @@ def check_parameters(named: Sequence[tuple[str, Tensor]], grad_dtype: torch.dtyp
                 f"{grad_dtype}"
             )
         if flat_of(parameter) is not None:
-            raise ValueError(f"FlatParameters: {name} is in another FlatParameters already")
+            raise ValueError(
+                f"FlatParameters: {name} is in another FlatParameters already: call close() of that one first"
+            )
         if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
             raise ValueError(
                 f"FlatParameters: expected {name}.grad_dtype to be {parameter.dtype}, got {parameter.grad_dtype}: "

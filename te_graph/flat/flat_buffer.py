@@ -100,6 +100,16 @@ class FlatBuffer:
                 self._take_gradient(number)
                 self.gradients[number].attach()
 
+    def is_copied(self) -> bool:
+        """Whether all parameters are copies of what lies here, on the same CPU: ``.to("cpu:0")`` copies what is on
+        "cpu". A single one may have been given other memory on purpose."""
+        return all(map(_is_copy, self.parameters, self._places))
+
+    def put_back_(self) -> None:
+        """Give parameters, which are copies, their memory here again."""
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            parameter.data = place
+
     def detach(self) -> None:
         """Leave parameters and gradients where they are, as tensors like any others."""
         for parameter, gradient, memory in zip(self.parameters, self.gradients, self.memories, strict=True):
@@ -195,6 +205,16 @@ def _main_grad_that_is_there(parameter: Tensor) -> Tensor | None:
     main_grad, state = main_grad_of(parameter), gradient_state(parameter)
     is_from_file = hasattr(main_grad, _IS_FLAT) and main_grad is not state.grad_memory
     return None if is_from_file or state.main_grad_reset.is_pending else main_grad
+
+
+def _is_copy(parameter: Tensor, place: Tensor) -> bool:
+    """Whether ``parameter`` [...] has the bits of ``place`` [...] in other memory, on a CPU and in the same order."""
+    if not (parameter.is_cpu and place.is_cpu and parameter.dtype == place.dtype):
+        return False
+    if parameter.shape != place.shape or parameter.stride() != place.stride():
+        return False
+    values, expected = (one.detach().as_strided((one.numel(),), (1,)).view(torch.uint8) for one in (parameter, place))
+    return parameter.numel() == 0 or (parameter.data_ptr() != place.data_ptr() and torch.equal(values, expected))
 
 
 def gradient_of(parameter: Tensor) -> _C.FlatGradient:

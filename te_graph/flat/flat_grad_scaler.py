@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -60,6 +59,5 @@ class FlatGradScaler(torch.amp.GradScaler):
                 )
             if grads:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale.to(found_inf.device))
-        for group in flat.parting_groups:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
+            flat.max_over_parts_(found_inf)
         return {found_inf.device: found_inf}

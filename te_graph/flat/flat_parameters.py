@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
@@ -28,7 +29,9 @@ from te_graph.flat.checks import (
     other_tensors,
 )
 from te_graph.flat.flat_buffer import FlatBuffer, buffers_of
+from te_graph.flat.foreign_functions import include_main_grads
 from te_graph.flat.foreign_optimizers import refuse_foreign_optimizers
+from te_graph.flat.frozen_parameters import FrozenParameters
 from te_graph.flat.groups import Groups, tensor_parallel_group
 from te_graph.flat.joint_steps import JointSteps
 from te_graph.flat.optimizer import FlatOptimizer
@@ -77,8 +80,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
 
     Args:
         module_or_params: a module, parameters, or names and parameters [...] each; those that require no gradient are
-            left where they are. All of one device, dense, of floating-point dtypes that ``grad_dtype`` can hold.
-            Mutated: ``.data``, ``.grad``, ``main_grad``.
+            left where they are, and must not require one later. All of one device, dense, of floating-point dtypes that
+            ``grad_dtype`` can hold. Mutated: ``.data``, ``.grad``, ``main_grad``.
         process_group: over which gradients are reduced; the default one if None, none where torch.distributed is not
             initialized. On all of its ranks the parameters get the values of the first one's; of a module its frozen
             ones and its buffers, too, that are dense and on the same device.
@@ -117,13 +120,14 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         buffers: one ``FlatBuffer`` for each dtype of parameters.
         gather, reducer: what gathers parameters that are sharded, and what reduces gradients.
         parameters: [...] each, in the order of the model.
+        frozen: what else was given, which requires no gradient.
 
     Raises:
         ValueError, TypeError: an argument, or a parameter, is none of the above; nothing has been changed. On the other
             ranks, which are told, a RuntimeError, unless it is one of the groups.
         RuntimeError: the ranks' models differ, or one has not come within two minutes; the same on all ranks. In a
             backward: a parameter has moved since (``.to()``, ``p.data =``, ``load_state_dict(assign=True)``), was
-            frozen, or the FlatParameters is gone.
+            frozen, or the FlatParameters is gone; one that was frozen before requires a gradient now.
 
     Stream and capture: construction allocates, synchronizes, and must not be captured. Reductions run on the stream of
         the caller of ``backward()``, do not synchronize, and allocate nothing unless a backward follows a reduction
@@ -157,7 +161,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         steps = JointSteps(groups.reduced_over)
 
         def check() -> tuple[list[tuple[str, Tensor]], dict[str, nn.Module]]:
-            named = named_parameters(module_or_params)
+            named, frozen = named_parameters(module_or_params)
+            self.frozen = FrozenParameters(frozen)
             self.parameters = [parameter for _, parameter in named]
             check_shard(shard)
             modules = check_overlap_param_gather(overlap_param_gather, shard, named)
@@ -188,13 +193,15 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             self._close_group()  # on all ranks, for all raise
             raise
         refuse_foreign_optimizers()
+        if shard != "none" or any(buffer.has_main_grads for buffer in self.buffers):
+            include_main_grads()
         move_exported_results()
         self._reduction = Reduction(
             self.peer_group, self.replica_group, shard != "none", self.gradient_scale, self.reduce_dtype
         )
         side = SideStream(device)
         self.gather = ParameterGather(self.buffers, self._reduction, [*modules.values()], module_or_params, side)
-        self.reducer = Reducer(self.buffers, self._reduction, self.gather, side, self.overlap_grad_reduce)
+        self.reducer = Reducer(self.buffers, self.frozen, self._reduction, self.gather, side, self.overlap_grad_reduce)
         self._own_ranges = OwnRanges(self.buffers, list(map(self.own_parts, self.buffers)), self.tp_group)
         first = 0
         for buffer in self.buffers:
@@ -245,7 +252,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
 
         Args:
             cls: of torch.optim, one that treats each element by itself: AdamW, SGD, ...
-            params: parameters or groups, as for ``cls``; all of these if None.
+            params: parameters or groups, as for ``cls``, frozen ones among them, which are passed over; all of these
+                if None.
             elementwise: that ``cls``, of another library, does so.
             defaults: further arguments of ``cls``.
 
@@ -254,7 +262,7 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             gradients are there, which no other optimizer does, and gathers parameters over the ranks.
 
         Raises:
-            ValueError, TypeError: ``cls`` is none of these, or a parameter is not flat.
+            ValueError, TypeError: ``cls`` is none of these, or a parameter is neither flat nor one of ``frozen``.
 
         Stream and capture: allocates masters.
         """
@@ -282,6 +290,21 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         """Over whose ranks gradients of one model are divided."""
         return [group for group in (self.sharding_group, self.tp_group) if group is not None]
 
+    def max_over_parts_(self, values: Tensor) -> None:
+        """Make ``values`` the largest of all ranks over which gradients of one model are divided, which all call this.
+
+        Args:
+            values: [...], float32, on the device of the parameters. Mutated.
+
+        Raises:
+            RuntimeError: the group was aborted, or ranks call different operations.
+
+        Stream and capture: a collective over each group, on the current stream.
+        """
+        self._reduction.max_(values)
+        if self.tp_group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, self.tp_group)
+
     def own_parts(self, buffer: FlatBuffer) -> list[tuple[int, int]]:
         """What this rank has of ``buffer``.
 
@@ -292,6 +315,20 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             Begins and ends, in elements, ascending.
         """
         return self._reduction.own_parts(buffer)
+
+    def meet(self, op: str) -> None:
+        """Wait for all ranks over which parts are divided, before ``op`` has collectives over these.
+
+        Args:
+            op: for messages: what all of them call.
+
+        Raises:
+            RuntimeError: one of them does not call ``op``, in the time that operations of the group have.
+
+        Stream and capture: waits for these ranks on the host.
+        """
+        if self._reduction.is_sharded:
+            self._reduction.calls.meet(op)
 
     def wait_for_parameters(self) -> None:
         """Let what comes on the current stream wait for parameters that are being gathered: before those of modules in

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
-from te_graph.common.gradient_state import flat_of, gradient_state
+from te_graph.common.gradient_state import flat_of
 from te_graph.common.opaque import opaque
 from te_graph.common.uncopyable import Uncopyable
 from te_graph.flat.flat_buffer import gradient_of
 from te_graph.flat.optimizer_state import PartStates, check_shapes, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
+from te_graph.flat.zeros import set_to_zero_
 
 if TYPE_CHECKING:
     from te_graph.flat.flat_parameters import FlatParameters
@@ -46,6 +47,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
     Attributes:
         flat: the FlatParameters.
         inner: the optimizer of the masters.
+        trained: of each group, the parameters [...] that are flat; the others are frozen, and passed over.
         segments: of each group, the parts of its parameters that this rank steps.
         is_scaled_over_ranks: it is being stepped by a ``FlatGradScaler``.
     """
@@ -66,14 +68,9 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if params is None:
             params = flat.parameters
         super().__init__(params, dict(defaults))
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if flat_of(parameter) is not flat:
-                    raise ValueError(
-                        f"FlatParameters.optimizer: expected parameters of {flat!r}, got one of shape "
-                        f"{list(parameter.shape)} that is not in it: give it an optimizer of its own"
-                    )
-        self.segments = [segments_of(flat, group["params"]) for group in self.param_groups]
+        _check_members(flat, self.param_groups)
+        self.trained = [[one for one in group["params"] if flat_of(one) is flat] for group in self.param_groups]
+        self.segments = [segments_of(flat, parameters) for parameters in self.trained]
         self._all_segments = [segment for segments in self.segments for segment in segments]
         self._copied = [segment for segment in self._all_segments if segment.is_copied]
         self._gradients = _C.FlatGradients([gradient_of(parameter) for parameter in self._parameters()])
@@ -87,7 +84,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(settings_of(inner))
         self.defaults = self.inner.defaults
-        self.state = PartStates(self._parameters(), self._all_segments, self.inner)
+        everyone = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state = PartStates(everyone, self._all_segments, self.inner)
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
 
@@ -154,16 +152,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if set_to_none:
             self._gradients.drop()
             return
-        self._settle_()
-        missing, elsewhere = set(self._gradients.missing()), dict(self._gradients.elsewhere())
-        for grad in elsewhere.values():
-            if grad.grad_fn is not None:
-                grad.detach_()
-        there = {n: parameter for n, parameter in enumerate(self._parameters()) if n not in missing}
-        if there:
-            torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
-        self._gradients.note_written()
-        self.flat.reducer.forget_reduced(there.values())
+        set_to_zero_(self.flat, self._parameters(), self._gradients)
 
     @contextlib.contextmanager
     def own_gradients(self, op: str) -> Iterator[list[Tensor]]:
@@ -197,9 +186,13 @@ class FlatOptimizer(Uncopyable, Optimizer):
         of float32. All ranks call it; what they get can be loaded by any number of ranks, and by the optimizer's own
         class. Each rank has all of it then: ``sharded`` is for what is too large for that.
 
+        Raises:
+            RuntimeError: sharded, and another rank does not call it, within the timeout of the group or two minutes.
+
         Stream and capture: allocates, synchronizes.
         """
         self.flat.wait_for_parameters()
+        self.flat.meet("FlatOptimizer.state_dict")
         states = self.state
         self.state = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
         try:
@@ -303,7 +296,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
             buffer.settle_()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return [parameter for parameters in self.trained for parameter in parameters]
 
     def _is_trial(self) -> bool:
         rates = [group["lr"] for group in self.param_groups if "lr" in group]
@@ -313,6 +306,19 @@ class FlatOptimizer(Uncopyable, Optimizer):
         # What has no elements lies nowhere.
         count = sum(parameter.numel() > 0 for parameter in self._parameters())
         return len(elsewhere) == count and not any(grad.any() for grad in elsewhere)
+
+
+def _check_members(flat: FlatParameters, groups: Sequence[dict[str, Any]]) -> None:
+    """Raise unless all parameters of ``groups`` are those of ``flat``, or frozen ones beside them."""
+    for number, group in enumerate(groups):
+        places = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+        for name, parameter in zip(group.get("param_names", places), group["params"], strict=True):
+            if flat_of(parameter) is not flat and parameter not in flat.frozen:
+                raise ValueError(
+                    f"FlatParameters.optimizer: expected parameters of {flat!r}, got {name} of shape "
+                    f"{list(parameter.shape)} that is not in it: give it an optimizer of its own"
+                )
+    flat.frozen.check()
 
 
 def _check_class(cls: type[Optimizer], elementwise: bool) -> None:

@@ -15,6 +15,7 @@ from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.checks import check_places
 from te_graph.flat.deferred_sync import DeferredSync
 from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.frozen_parameters import FrozenParameters
 from te_graph.flat.parameter_gather import ParameterGather
 from te_graph.flat.reduction import Reduction
 from te_graph.flat.side_stream import SideStream
@@ -32,12 +33,13 @@ class Reducer(DeferredSync, OwnObject):
     def __init__(
         self,
         buffers: Sequence[FlatBuffer],
+        frozen: FrozenParameters,
         reduction: Reduction,
         gather: ParameterGather,
         side: SideStream,
         overlaps: bool,
     ) -> None:
-        self._buffers, self._gather = buffers, gather
+        self._buffers, self._frozen, self._gather = buffers, frozen, gather
         self._device = buffers[0].data.device
         self._reductions = BucketReductions(buffers, reduction, side)
         self._reduces_early = overlaps and reduction.is_distributed
@@ -93,13 +95,15 @@ class Reducer(DeferredSync, OwnObject):
         self.backwards.finish_failed()
 
     def check_places(self) -> None:
-        """Raise RuntimeError if a parameter is no longer where the buffers have it, naming it, or if this is closed."""
+        """Raise RuntimeError if a parameter is no longer where the buffers have it, or no longer frozen, naming it, or
+        if this is closed."""
         if self._is_closed:
             raise RuntimeError(
                 "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
                 "no more; make new ones"
             )
         check_places(self._buffers)
+        self._frozen.check()
 
     def close(self) -> None:
         """Parameters are no longer flat."""

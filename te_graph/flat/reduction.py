@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_graph.collectives.ops import all_gather_out, all_reduce_out, reduce_scatter_out
+from te_graph.collectives.ops import all_gather_out, all_reduce_, all_reduce_out, reduce_scatter_out
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.joint_calls import JointCalls
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,6 +25,7 @@ class Reduction:
 
     Attributes:
         group: of ranks; None: there is one.
+        calls: those of all ranks of the group.
         replicas: of the ranks that have the same part of each bucket; None: there is one.
         is_sharded: each rank keeps its part of a bucket alone.
         reduces_scatter: ``_sum_`` is a reduce-scatter, behind which a rank has its part of the bucket alone; replicas
@@ -42,6 +44,7 @@ class Reduction:
     ) -> None:
         self.group = group if group is not None and group.world_size > 1 else None
         self.replicas = replicas if replicas is not None and replicas.size() > 1 else None
+        self.calls = None if self.group is None else JointCalls(self.group)
         self.is_sharded = shards and self.group is not None
         self.reduces_scatter = self.group is not None and (shards or self.replicas is not None)
         self.gradient_scale, self.wire_dtype = gradient_scale, wire_dtype
@@ -80,6 +83,12 @@ class Reduction:
                 dist.broadcast(memory, dist.get_global_rank(group, 0), group=group)
                 torch.autograd.graph.increment_version(data)
 
+    def max_(self, values: Tensor) -> None:
+        """Make ``values`` [...], float32, the largest of all ranks that have other parts than this one."""
+        if self.is_sharded:
+            with self.calls.explained():
+                all_reduce_(values, self.group, "max")
+
     def run_(self, buffer: FlatBuffer, number: int, carried: Tensor | None, adopts: bool) -> None:
         """Reduce bucket ``number`` of ``buffer``.
 
@@ -106,14 +115,17 @@ class Reduction:
 
     def _gather_bucket_(self, values: Tensor) -> None:
         """Get from each rank its part of ``values`` [n]."""
-        all_gather_out(values, self._own_part(values), self.group)
+        with self.calls.explained():
+            all_gather_out(values, self._own_part(values), self.group)
 
     def _sum_(self, grads: Tensor) -> None:
         if self.group is None:
             if self.scale != 1.0:
                 grads.mul_(self.scale)
-        elif self.reduces_scatter:
-            part = self._own_part(grads)
-            reduce_scatter_out(part, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)
-        else:
-            all_reduce_out(grads, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)
+            return
+        with self.calls.explained():
+            if self.reduces_scatter:
+                part = self._own_part(grads)
+                reduce_scatter_out(part, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)
+            else:
+                all_reduce_out(grads, grads, self.group, scale=self.scale, wire_dtype=self.wire_dtype)

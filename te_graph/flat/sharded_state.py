@@ -61,8 +61,8 @@ class ShardedState:
         """A tuple is one entry of a file, where a list would be many."""
         names = {id(parameter): name for name, parameter in self._optimizer.flat.named_parameters()}
         return tuple(
-            {**settings_of(group), "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in self._optimizer.param_groups
+            {**settings_of(group), "params": [names[id(parameter)] for parameter in trained]}
+            for group, trained in zip(self._optimizer.param_groups, self._optimizer.trained, strict=True)
         )
 
     def _sample(self, group: dict[str, Any], master: Tensor) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from companions import assert_replayed, state_of
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -66,6 +68,59 @@ def test_trainer(tmp_path: Path, bf16: bool) -> None:
         outcomes.append([losses, state_of(each)])
     assert_bitwise_equal(*outcomes)
     assert_replayed(model.model.layers, 8)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the precision of the first Trainer for the whole process."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Sees(TrainerCallback):
+    """Keeps the gradients that each step gets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.seen: list[list[Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.seen.append([parameter.main_grad.clone() for parameter in self._model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("max_grad_norm", [0, 1e-2])
+def test_a_bf16_model_with_flat_parameters(tmp_path: Path, max_grad_norm: float) -> None:
+    """What Trainer calls, ``model.zero_grad()`` and torch's clip, knows gradients in main_grad: where nothing is
+    stepped, all steps have the same ones, with the same norm."""
+    model = llama(1).bfloat16()
+    model.model.layers[0].self_attn.attention_dropout = 0.0
+    flat = tg.FlatParameters(model)
+    optimizer, sees, one = flat.optimizer(torch.optim.SGD, lr=0.0), Sees(model), text(1)[0]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        logging_steps=1,
+        max_grad_norm=max_grad_norm,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": one, "labels": one}] * 12
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[sees], optimizers=(optimizer, None))
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(norms) == len(sees.seen) == 3 and norms[0] > 1e-2 and len(set(norms)) == 1
+    for gradients in sees.seen:
+        assert_bitwise_equal(gradients, sees.seen[0])
+        norm = torch.stack([grad.norm() for grad in gradients]).norm()
+        torch.testing.assert_close(norm.item(), max_grad_norm or norms[0], rtol=1e-3, atol=0)
+    flat.close()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -159,7 +159,8 @@ def test_refused(name):
 def test_a_second_one_over_a_parameter_is_refused():
     model = nn.Linear(2, 2)
     flat = tg.FlatParameters(model)
-    with pytest.raises(ValueError, match="weight is in another FlatParameters already"):
+    message = r"weight is in another FlatParameters already: call close\(\) of that one first"
+    with pytest.raises(ValueError, match=message):
         tg.FlatParameters(model)
     flat.close()
     again = tg.FlatParameters(model)
@@ -288,12 +289,42 @@ def test_optimizers_that_look_at_more_than_an_element(cls):
 
 def test_parameters_that_are_not_flat():
     flat = tg.FlatParameters(nn.Linear(3, 3))
-    with pytest.raises(
-        ValueError, match=r"expected parameters of FlatParameters.*got one of shape \[2, 2\] that is not in it"
-    ):
-        flat.optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters(), lr=0.1)
+    other = nn.Linear(2, 2)
+    for given, name in ((other.parameters(), "parameter 0 of group 0"), (other.named_parameters(), "weight")):
+        message = rf"expected parameters of FlatParameters.*got {name} of shape \[2, 2\] that is not in it"
+        with pytest.raises(ValueError, match=message):
+            flat.optimizer(torch.optim.SGD, given, lr=0.1)
     with pytest.raises(TypeError, match=r"expected a class of torch.optim.Optimizer, got <class 'int'>"):
         flat.optimizer(int)
+    flat.close()
+
+
+def test_a_parameter_that_is_unfrozen_later_is_named():
+    """It would be trained by eager code, and passed over here."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    flat = tg.FlatParameters(model)
+    optimizer = flat.optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    message = "0.weight requires a gradient now, and was frozen when FlatParameters was made.*call close"
+    for act in (
+        lambda: model(x).sum().backward(),
+        optimizer.step,
+        flat.reduce_gradients,
+        lambda: flat.optimizer(torch.optim.SGD, model.parameters(), lr=0.1),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            act()
+    other = tg.FlatParameters(model[0])
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.raises(ValueError, match=r"got 0\.weight of shape"):
+        flat.optimizer(torch.optim.SGD, model.named_parameters(), lr=0.1)
+    other.close()
     flat.close()
 
 

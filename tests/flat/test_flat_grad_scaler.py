@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Rank, ranks_of
 from torch import nn
 
@@ -66,3 +67,29 @@ def scenario_scaler(rank: Rank, dtype: torch.dtype, fused: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["grad", "main_grad"])
 def test_ranks_skip_steps_together(ranks, dtype, fused):
     ranks.run(scenario_scaler, 10, dtype, fused)
+
+
+def scenario_alone(rank: Rank) -> None:
+    """What one rank unscales alone is matched with no other collective."""
+    group = tg.PeerGroup(dist.new_group(), timeout=10.0, buffer_bytes=64 << 20, device=rank.device)
+    model = nn.Linear(64, 64, device=rank.device)
+    flat = tg.FlatParameters(model, shard="optimizer", peer_group=group)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.125)
+    scaler = tg.FlatGradScaler(rank.device.partition(":")[0], init_scale=8.0)
+    x = torch.ones(2, 64, device=rank.device)
+    scaler.scale(model(x).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"aborted .*all_reduce"):
+        if rank.rank == 0:
+            scaler.unscale_(optimizer)
+            scaler._found_inf_per_device(optimizer)[x.device].item()
+            group.check()
+        for _ in range(100):  # what is between peers fails later than it is launched
+            model(x).sum().backward()
+            model.weight.sum().item()
+    dist.barrier()
+    flat.close()
+    group.close()
+
+
+def test_a_rank_that_unscales_alone_is_an_error_on_all(ranks):
+    ranks.run(scenario_alone, 11)

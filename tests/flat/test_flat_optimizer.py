@@ -108,6 +108,65 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept_and_saved(device: str) -
     assert_same(model, plain)
 
 
+@pytest.mark.parametrize("when", ["before the first step", "between steps", "before the backward"])
+def test_a_copy_of_a_model_on_the_same_cpu_is_put_back(when: str) -> None:
+    """``.to("cpu:0")`` copies what is on "cpu", as accelerate calls it, though nothing changes."""
+    model = TwoDtypes("cpu")
+    twin = copy.deepcopy(model)
+    flats = [tg.FlatParameters(one) for one in (model, twin)]
+    optimizers = [one.optimizer(torch.optim.AdamW, lr=1e-2) for one in flats]
+    places = [one.data_ptr() for one in model.parameters()]
+    for step in range(3):
+        x = torch.randn(8, 6)
+        for one, optimizer in zip((model, twin), optimizers, strict=True):
+            is_moved = one is model and step == (0 if when == "before the first step" else 1)
+            if is_moved and when != "before the backward":
+                one.to("cpu:0")
+            loss = one(x).square().mean()
+            if is_moved and when == "before the backward":
+                one.to("cpu:0")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [one.data_ptr() for one in model.parameters()] == places
+        assert_same(model, twin)
+        assert_equal(*(one.state_dict() for one in optimizers))
+    model.to("cpu:0")
+    with torch.no_grad():
+        model.layers[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"weight has moved to other memory.*\.to\('cpu:0'\) copies"):
+        model(torch.randn(8, 6)).sum().backward()
+    for one in flats:
+        one.close()
+
+
+def test_frozen_parameters_are_passed_over(device: str) -> None:
+    """As by torch's optimizers: they are in the groups, and have no state."""
+    plain = TwoDtypes(device)
+    for layer in plain.layers[:2]:
+        layer.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    flat = tg.FlatParameters(model, grad_dtype=torch.float32)
+    groups = [[{"params": list(layer.parameters())} for layer in one.layers] for one in (model, plain)]
+    optimizer = flat.optimizer(torch.optim.AdamW, groups[0], lr=1e-2)
+    train(model, optimizer, device)
+    assert [id(one) for group in optimizer.param_groups for one in group["params"]] == list(map(id, model.parameters()))
+    state = optimizer.state_dict()
+    assert sorted(state["state"]) == [2, 3] and not optimizer.state[model.layers[0].weight]
+    torch.optim.AdamW(groups[1], lr=1e-2).load_state_dict(state)
+    resumed = flat.optimizer(torch.optim.AdamW, groups[0], lr=1e-2)
+    resumed.load_state_dict(state)
+    assert_equal(resumed.state_dict(), state)
+    resumed.zero_grad(set_to_none=False)
+    assert [group["params"] for group in optimizer.sharded().state_dict()["param_groups"]] == [
+        [],
+        [],
+        ["layers.2.weight"],
+        ["layers.3.weight"],
+    ]
+    flat.close()
+
+
 def test_a_step_moves_on_what_it_steps_alone(device: str) -> None:
     """A backward may follow through parameters that another optimizer of the same FlatParameters steps."""
     plain = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for name in "ab"}).to(

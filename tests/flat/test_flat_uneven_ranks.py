@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Rank, ranks_of
 from torch import nn
 
@@ -124,3 +125,35 @@ def scenario_not_reduced(rank: Rank) -> None:
 
 def test_sharded_gradients_that_were_not_reduced_are_not_stepped(ranks: Any) -> None:
     ranks.run(scenario_not_reduced, 3)
+
+
+def scenario_state_dict(rank: Rank, goes_on: bool) -> None:
+    """One rank alone calls for what all have a part of, where the others train on or go elsewhere."""
+    process_group = dist.new_group()
+    group = tg.PeerGroup(process_group, timeout=4.0, buffer_bytes=64 << 20, device=rank.device)
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64).to(rank.device)
+    flat = tg.FlatParameters(module, shard="optimizer", peer_group=group)
+    optimizer = flat.optimizer(torch.optim.AdamW, lr=0.1)
+    x = torch.ones(3, 64, device=rank.device)
+    module(x).sum().backward()
+    optimizer.step()
+    assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+    message = "rank 0 calls FlatOptimizer.state_dict, which all ranks call"
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.state_dict()
+    elif goes_on:
+        with pytest.raises(RuntimeError, match=message):
+            for _ in range(100):  # what is between peers fails later than it is launched
+                module(x).sum().backward()
+                optimizer.step()
+                module.weight.sum().item()
+    dist.barrier()
+    flat.close()
+    group.close()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_state_dict_that_one_rank_calls_is_named_on_all(ranks: Any, goes_on: bool) -> None:
+    ranks.run(scenario_state_dict, 4, goes_on)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.loaded_names import replace_in_modules
 from te_graph.common.own_objects import OwnObject
 
 _replacing = threading.Lock()
@@ -41,17 +41,7 @@ def move_exported_results() -> None:
         Tensor.numpy, Tensor.__dlpack__ = moving[Tensor.numpy], moving[Tensor.__dlpack__]
         interface = Tensor.__cuda_array_interface__
         Tensor.__cuda_array_interface__ = property(_Moving(interface.fget), doc=interface.__doc__)
-        _replace_in_modules(by_id)
-
-
-def _replace_in_modules(by_id: dict[int, Callable[..., Any]]) -> None:
-    """Bind the names that loaded modules have for objects of these identities to others."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            names = vars(module)
-            for name, value in list(names.items()):
-                if id(value) in by_id:
-                    names[name] = by_id[id(value)]
+        replace_in_modules(by_id)
 
 
 class _Moving(OwnObject):

@@ -1,0 +1,128 @@
+"""Functions of torch that drop or clip gradients, and know ``.grad`` alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from te_graph import _C
+from te_graph.common.gradient_state import expect_whole_gradients, flat_of, gradient_state, main_grad_of
+from te_graph.common.loaded_names import replace_in_modules
+from te_graph.common.opaque import opaque
+from te_graph.flat.zeros import set_to_zero_
+from te_graph.multi_tensor.clip import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from te_graph.flat.flat_parameters import FlatParameters
+
+
+@functools.cache
+def include_main_grads() -> None:
+    """From now on ``zero_grad`` of a module drops ``main_grad`` of flat parameters, too, and torch's clips do not pass
+    over it, nor clip by the part of a gradient that this rank has reduced: ``clip_grad_norm_`` of all parameters of a
+    ``FlatParameters`` is te_graph's, and all else raises.
+
+    torch has no hooks for these, so they are replaced, under every name that a loaded module has for them.
+    ``zero_grad`` is so in its class, and not in the model: wrappers, whose own it is, and parts of the model have
+    parameters of it as well, and what is put on a model is copied and saved with it. What takes its place changes
+    nothing for parameters that are not flat. ``get_total_norm`` is given gradients, not parameters, and stays as it is.
+    """
+    checked = {id(one): _checked(one) for one in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_)}
+    by_norm = clip_grad.clip_grad_norm_
+    replace_in_modules({**checked, id(by_norm): _of_all_gradients(by_norm)})
+    nn.Module.zero_grad = _with_main_grads(nn.Module.zero_grad)
+
+
+def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(zero_grad)
+    def zero_all_grads(self: nn.Module, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        # Before all else, for a compiler breaks its graph at what follows.
+        accumulated = [one for one in self.parameters() if main_grad_of(one) is not None]
+        if accumulated:
+            _zero_main_grads(accumulated, set_to_none)
+
+    return zero_all_grads
+
+
+@opaque
+def _zero_main_grads(parameters: Iterable[Tensor], set_to_none: bool) -> None:
+    """Drop, or set to zero, the gradients of those ``parameters`` [...] that are flat."""
+    by_flat: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        by_flat.setdefault(flat_of(parameter), []).append(parameter)
+    by_flat.pop(None, None)
+    for flat, members in by_flat.items():
+        gradients = _C.FlatGradients([gradient_state(parameter).flat_gradient for parameter in members])
+        if set_to_none:
+            gradients.drop()
+        else:
+            set_to_zero_(flat, members, gradients)
+
+
+def _of_all_gradients(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``clip`` by norm."""
+
+    @functools.wraps(clip)
+    def clip_all_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        members = _listed(parameters)
+        if _may_be_elsewhere(members):
+            flat = _flat_with_all_gradients(members)
+            if flat is not None:
+                return clip_grad_norm_(flat, *args, **kwargs)
+            _expect_whole(clip, members)
+        return clip(members, *args, **kwargs)
+
+    return clip_all_grad_norm_
+
+
+def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked_clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        members = _listed(parameters)
+        if _may_be_elsewhere(members):
+            _expect_whole(clip, members)
+        return clip(members, *args, **kwargs)
+
+    return checked_clip
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:  # [...] each
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _may_be_elsewhere(parameters: Iterable[Tensor]) -> bool:  # [...] each
+    """Whether it has to be asked, at which a compiler breaks its graph, if gradients are elsewhere or in part."""
+    return not torch.compiler.is_compiling() or any(main_grad_of(one) is not None for one in parameters)
+
+
+@opaque
+def _flat_with_all_gradients(parameters: Iterable[Tensor]) -> FlatParameters | None:
+    """The ``FlatParameters`` whose gradients, of which some are elsewhere or in part, are those of ``parameters``
+    [...]: all that it has, and no others."""
+    given = {id(parameter): parameter for parameter in parameters}
+    flats = {flat_of(parameter) for parameter in given.values()} - {None}
+    flat = flats.pop() if len(flats) == 1 else None
+    if flat is None or not (flat.sharding_group or any(buffer.has_main_grads for buffer in flat.buffers)):
+        return None
+    if any(one.grad is not None and flat_of(one) is None for one in given.values()):
+        return None
+    for buffer in flat.buffers:
+        missing = set(buffer.all_gradients.missing())
+        if any(id(one) not in given and number not in missing for number, one in enumerate(buffer.parameters)):
+            return None
+    return flat
+
+
+@opaque
+def _expect_whole(clip: Callable[..., Any], parameters: Iterable[Tensor]) -> None:  # [...] each
+    expect_whole_gradients(
+        f"torch.nn.utils.{clip.__name__.lstrip('_')}",
+        parameters,
+        "clip those of all parameters, by te_graph.clip_grad_norm_(flat, ...)",
+    )

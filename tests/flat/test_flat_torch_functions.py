@@ -1,0 +1,205 @@
+"""Functions of torch that drop or clip gradients, which know ``.grad`` alone: ``main_grad`` is dropped with it, or they
+are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank, ranks_of
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as bound_before
+
+import te_graph as tg
+from te_graph.testing import same_bits
+
+BF16 = torch.bfloat16
+ranks = pytest.fixture(ranks_of, scope="module", params=[pytest.param(("cpu", 2), id="gloo-2")])
+
+
+class Held(nn.Module):
+    """A model inside of another, as DistributedDataParallel and torch.compile hold it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def mixed() -> nn.Sequential:
+    """Gradients of the first layer lie in main_grad, those of the second in ``.grad``."""
+    return nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4))
+
+
+def backward(model: nn.Sequential, x: Tensor) -> None:  # [..., 4]
+    model[1](model[0](x.to(BF16)).float()).square().sum().backward()
+
+
+def gradients(model: nn.Sequential) -> list[Tensor]:
+    return [one.main_grad if one.dtype == BF16 else one.grad for one in model.parameters()]
+
+
+@pytest.mark.parametrize("holder", [lambda one: one, Held, torch.compile], ids=["model", "wrapper", "compiled"])
+def test_zero_grad_of_a_module_drops_main_grads(holder: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = mixed(), torch.randn(3, 4)
+    flat = tg.FlatParameters(model)
+    backward(model, x)
+    expected = [one.clone() for one in gradients(model)]
+    holder(model).zero_grad()
+    backward(model, x)
+    assert all(same_bits(one, other) for one, other in zip(gradients(model), expected, strict=True))
+    backward(model, x)
+    assert same_bits(model[0].weight.main_grad, 2 * expected[0])
+    flat.close()
+
+
+def test_zero_grad_of_a_module_concerns_its_own_parameters_alone() -> None:
+    model, x = nn.Sequential(*(nn.Linear(4, 4, dtype=BF16) for _ in range(2))), torch.randn(3, 4, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    model(x).sum().backward()
+    kept = model[0].weight.main_grad.clone()
+    model[1].zero_grad()
+    optimizer = flat.optimizer(torch.optim.SGD, lr=1.0, weight_decay=1.0)
+    before = [one.detach().clone() for one in model.parameters()]
+    optimizer.step()
+    changed = [not same_bits(one.detach(), other) for one, other in zip(model.parameters(), before, strict=True)]
+    assert changed == [True, True, False, False] and same_bits(model[0].weight.main_grad, kept)
+    flat.close()
+
+
+def test_zero_grad_of_a_module_sets_main_grads_to_zero() -> None:
+    """They are there then, and weight decay acts, as with ``.grad``; those that are missing stay so."""
+    model, x = mixed(), torch.randn(3, 4)
+    flat = tg.FlatParameters(model)
+    model.zero_grad(set_to_none=False)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.5, weight_decay=1.0)
+    before = [one.detach().clone() for one in model.parameters()]
+    optimizer.step()
+    assert all(same_bits(one.detach(), other) for one, other in zip(model.parameters(), before, strict=True))
+    backward(model, x)
+    model.zero_grad(set_to_none=False)
+    optimizer.step()
+    for one, other in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(one.detach(), other / 2)
+    flat.close()
+
+
+def test_zero_grad_inside_a_graphed_step() -> None:
+    model, x = nn.Linear(4, 4, dtype=BF16), torch.randn(3, 4, dtype=BF16)
+    eager = copy.deepcopy(model)
+    flats = [tg.FlatParameters(one) for one in (model, eager)]
+    optimizers = [one.optimizer(torch.optim.SGD, lr=0.1) for one in flats]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        model.zero_grad()
+
+    graphed = tg.graphed(step)
+    for _ in range(5):
+        for one, optimizer, run in zip((model, eager), optimizers, (graphed, step), strict=True):
+            one(x).float().square().sum().backward()
+            run(one, optimizer)
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert same_bits(one.detach(), other.detach())
+            assert same_bits(one.main_grad, other.main_grad)
+    assert graphed.info()["forward_replays"] > 0, graphed.info()
+    for one in flats:
+        one.close()
+
+
+def test_zero_grad_of_other_modules_is_that_of_torch() -> None:
+    flat = tg.FlatParameters(nn.Linear(2, 2, dtype=BF16))
+    plain = nn.Linear(2, 2)
+    plain.weight.main_grad = torch.ones(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    plain.zero_grad()
+    assert plain.weight.grad is None and plain.weight.main_grad.eq(1).all()
+    assert nn.Module.zero_grad.__name__ == "zero_grad"
+    pickle.loads(pickle.dumps(plain)).zero_grad()
+    plain = nn.Linear(2, 2)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def drop(x: Tensor) -> Tensor:
+        plain.zero_grad()
+        return x + 1
+
+    drop(torch.ones(1))
+    flat.close()
+
+
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
+    "clip_grad_norm_ bound before": lambda params: bound_before(parameters=params, max_norm=0.1),
+    "clip_grads_with_norm_": lambda params: torch.nn.utils.clip_grads_with_norm_(params, 0.1, torch.ones(())),
+    "clip_grad_value_": lambda params: torch.nn.utils.clip_grad_value_(params, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_clips_of_torch_do_not_pass_over_main_grads(name: str) -> None:
+    """What they are given is not all of a FlatParameters: a part of it, or other gradients beside it."""
+    model, plain, x = mixed(), nn.Linear(4, 4), torch.ones(3, 4)
+    flat = tg.FlatParameters(model)
+    backward(model, x)
+    plain(x).sum().backward()
+    op = name.split()[0]
+    message = rf"torch.nn.utils.{op}: gradients of flat parameters lie in main_grad.*te_graph.clip_grad_norm_\(flat"
+    for given in (model[0].parameters(), nn.ModuleList((model, plain)).parameters()):
+        with pytest.raises(RuntimeError, match=message):
+            CLIPS[name](given)
+    for given in (model[1].parameters(), plain.weight):  # whose gradients are in .grad
+        CLIPS[name](given)
+    assert plain.weight.grad.abs().max() < 1
+    flat.close()
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_norm_ bound before"])
+def test_clips_of_all_parameters_are_those_of_te_graph(name: str) -> None:
+    """Also with frozen ones, and without those that have no gradient."""
+    model, x = mixed(), torch.randn(3, 4)
+    model[0].bias.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    flats = [tg.FlatParameters(one) for one in (model, twin)]
+    for one in (model, twin):
+        backward(one, x)
+        one[1].bias.grad = None
+    norm = CLIPS[name](one for one in model.parameters() if one is not model[1].bias)
+    assert norm > 0.1 and same_bits(norm, tg.clip_grad_norm_(flats[1], 0.1))
+    assert same_bits(model[0].weight.main_grad, twin[0].weight.main_grad)
+    assert same_bits(model[1].weight.grad, twin[1].weight.grad) and model[1].bias.grad is None
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type=1.0) > 0
+    for one in flats:
+        one.zero_grad()
+        one.close()
+
+
+def scenario_sharded(rank: Rank) -> None:
+    """The norm is that of all ranks' parts."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(64, 64), nn.Linear(64, 64)
+    plain.load_state_dict(model.state_dict())
+    flat = tg.FlatParameters(model, shard="optimizer")
+    for one in (model, plain):
+        one(torch.ones(3, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="clip_grad_norm_: gradients of flat parameters are reduced on this rank in"):
+        torch.nn.utils.clip_grad_norm_(model.weight, 0.1)
+    norm, expected = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, plain))
+    torch.testing.assert_close(norm, expected)
+    flat.close()
+
+
+def test_clips_of_torch_do_not_clip_by_a_part(ranks: Any) -> None:
+    ranks.run(scenario_sharded, 1)
+
+
+def test_clips_of_torch_are_compiled() -> None:
+    flat = tg.FlatParameters(nn.Linear(2, 2, dtype=BF16))
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(3, 4)).sum().backward()
+    compiled = torch.compile(lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1), backend="eager")
+    norm = compiled()
+    assert norm > 0.1 and plain.weight.grad.norm() <= 0.1
+    flat.close()
