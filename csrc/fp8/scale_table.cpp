@@ -19,7 +19,6 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
       fp8_max_(fp8_max),
       margin_(margin),
       algorithm_(std::move(amax_compute_algo)),
-      no_mask_(at::empty({0}, scale_.options().dtype(at::kBool))),
       casts_(static_cast<size_t>(scale_.size(0))),
       updated_casts_(casts_.size()) {}
 
@@ -111,10 +110,12 @@ void ScaleTable::launch_update() {
                     const std::string&, bool)>("te_graph::amax_and_scale_update_inplace", "Scalar");
     const at::NoGradGuard no_grad;
     if (reduce_) reduce_(history_[0]);
+    // All columns; made anew, since captures watch what ops use that was there before.
+    const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
     hold_updates();
     const std::lock_guard lock(updates_, std::adopt_lock);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // nothing is recorded, and its kernel is a boxed one
-    op.call(history_, scale_, scale_inv_, no_mask_, true, fp8_max_, margin_, algorithm_, false);
+    op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
 }
 
 }  // namespace te_graph::fp8

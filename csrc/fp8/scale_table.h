@@ -73,7 +73,6 @@ private:
     const at::Tensor history_, scale_, scale_inv_;  // [H, n], [n], [n]
     const double fp8_max_, margin_;
     const std::string algorithm_;
-    const at::Tensor no_mask_;  // [0]: all columns
     Reduce reduce_;
     std::recursive_mutex updates_;  // held over the launch: two updates must not interleave
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.

@@ -222,11 +222,12 @@ def refusal_of(kind: type[torch.optim.Optimizer], device: str, **options: Any) -
         optimizers[1].step()
         try:
             step()
-        except (RuntimeError, KeyError) as error:  # KeyError: torch asks Adafactor for an option that it has not
+        except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
         assert_bitwise_equal(*(state_of(*both) for both in zip(models, optimizers, strict=True)))
-    assert counts(step) == (1, 4, 0, 1)
-    return ""
+    raised = next((reason for reason in step.info()["eager_calls"] if reason.startswith("raised ")), "")
+    assert counts(step) == ((0, 0, 0, 5) if raised else (1, 4, 0, 1))
+    return raised
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
@@ -242,7 +243,8 @@ def test_a_step_of_each_of_torchs_optimizers_replays_or_is_refused_with_what_hel
         refusal = refusal_of(kind, device, lr=0.01)
         assert refusal == "" or refusal.endswith("leave it outside")
     else:
-        assert refusal == "" or refusal.startswith("KeyError") or refusal.endswith("leave it outside")
+        # torch asks Adafactor for an option that it has not, in captures on GPUs.
+        assert refusal == "" or refusal.startswith("raised KeyError") or refusal.endswith("leave it outside")
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, updates: bool) -> None:
