@@ -309,11 +309,17 @@ void bind(py::module_& m) {
             &collect_garbage_through_guards<FunctionGuard, visit_function_guard, clear_function_guard>))
         .def(py::init<>())
         .def("check", [](const FunctionGuard& guard, const py::object& root) { return guard.check(root.ptr()); })
-        .def("begin", [](const FunctionGuard& guard, const Settings& settings, const py::object& root,
-                         const std::vector<int>& steps) {
+        .def("begin",
+             [](const FunctionGuard& guard, const Settings& settings, const py::object& root,
+                const std::vector<int>& steps) {
+                 std::vector<py::object> found;
+                 std::string change = settings.change();
+                 if (change.empty()) change = guard.begin(root.ptr(), steps, found);
+                 return std::make_pair(std::move(change), std::move(found));
+             })
+        .def("find", [](const FunctionGuard& guard, const py::object& root, const std::vector<int>& steps) {
             std::vector<py::object> found;
-            std::string change = settings.change();
-            if (change.empty()) change = guard.begin(root.ptr(), steps, found);
+            std::string change = guard.find(root.ptr(), steps, found);
             return std::make_pair(std::move(change), std::move(found));
         });
     py::class_<CallableGuard, Guard, std::shared_ptr<CallableGuard>>(m, "CallableGuard")

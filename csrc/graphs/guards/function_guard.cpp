@@ -29,10 +29,19 @@ std::string FunctionGuard::check(PyObject* root, Held& held) const {
     return {};
 }
 
+std::string FunctionGuard::find(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found) const {
+    return find(root, steps, found, /*writes=*/false);
+}
+
 std::string FunctionGuard::begin(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found) const {
+    return find(root, steps, found, /*writes=*/true);
+}
+
+std::string FunctionGuard::find(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found,
+                                bool writes) const {
     Held held;
     if (std::string change = check(root, held); !change.empty()) return change;
-    bump_versions();
+    if (writes) bump_versions();
     for (const int step : steps) found.push_back(py::reinterpret_borrow<py::object>(last_.reached.at(step)));
     return {};
 }

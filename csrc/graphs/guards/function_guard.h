@@ -13,11 +13,14 @@ class FunctionGuard final : public Guard {
 public:
     // Checks from `root` on, for one thread at a time. Returns an empty string, or what has changed.
     std::string check(PyObject* root) const;
-    // The same. If nothing has changed, notes in the version counters that the written tensors are written, and puts
-    // what `steps` reached into `found`.
+    // The same. If nothing has changed, puts what `steps` reached into `found`.
+    std::string find(PyObject* root, const std::vector<int>& steps, std::vector<pybind11::object>& found) const;
+    // The same, and notes in the version counters that the written tensors are written.
     std::string begin(PyObject* root, const std::vector<int>& steps, std::vector<pybind11::object>& found) const;
 
 private:
+    std::string find(PyObject* root, const std::vector<int>& steps, std::vector<pybind11::object>& found,
+                     bool writes) const;
     std::string check(PyObject* root, Held& held) const;
     bool is_as_before(PyObject* root, Held& held) const;
     bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;

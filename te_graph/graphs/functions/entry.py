@@ -119,14 +119,21 @@ class FunctionEntry:
         for renewal, roots in self._roots(found):
             renewal.settle(roots, found)
 
-    def renew(self, found: list[Any]) -> tuple[str, list[Any]]:
+    def renew(self, call: Call, found: list[Any]) -> tuple[str, list[Any]]:
         """Before a replay: renew what each call makes and others hold. Return where that cannot be done, and what the
-        guard has ``found``, or would now."""
-        copies: dict[int, Any] = {}
+        guard has ``found``, or finds then."""
+        are_new = False
         for renewal, roots in self._roots(found):
-            if held := renewal.renew(roots, copies):
+            held, is_new = renewal.renew(roots)
+            if held:
                 return held, found
-        return "", [copies.get(id(one), one) for one in found] if copies else found
+            are_new |= is_new
+        if not are_new:
+            return "", found
+        change, found = self.guard.find(call, self._steps)
+        if change:
+            raise RuntimeError(f"{self.label}: {change} by copies that were to take the places of what others hold")
+        return "", found
 
     def _roots(self, found: list[Any]) -> Iterator[tuple[Renewal, list[Any]]]:
         start = len(self.tensors.found_steps)

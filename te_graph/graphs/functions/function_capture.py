@@ -36,6 +36,7 @@ from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.functions.spots import SpotsBefore, objects_of, spots
 from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.effects.reach import HOLDERS
 from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.readers.function_reader import FunctionReader
@@ -227,7 +228,7 @@ class _Attempt:
         self._containers = ContainerState(
             source
             for source in self._before
-            if isinstance(source.obj, (*CONTAINERS, types.FunctionType))
+            if isinstance(source.obj, (*CONTAINERS, *HOLDERS, types.FunctionType))
             or is_small_array(source.obj)
             or not is_opaque(source.obj)
         )
@@ -292,6 +293,8 @@ class _Attempt:
         if without_source(self.watch.externals, sources) is not None:
             sources = everything  # code that does not name what it reads
             self._check_sources(sources)
+        if moved := self._spots.moved(sources):  # what stays elsewhere does not tell replays where it is now
+            raise self._refusal_of_change(f"{moved} gets an object that was elsewhere")
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
         names = self._walker.names
         function_guard = FunctionGuard(
@@ -310,7 +313,7 @@ class _Attempt:
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results, host_steps=self._host_steps)
         ends = [kept.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.fp8_calls = self._fp8_calls.count
-        takes_out = self._takes_out(objects_of(everything))
+        takes_out = self._takes_out(objects_of(sources))
         entry.find(result_tensors(self._label, ends), renewals(self._spots, sources, function_guard.step_of, takes_out))
         return entry
 
@@ -334,11 +337,11 @@ class _Attempt:
                     f"{self._label}: adds to what autograd knows of {name}, which each call would do and a replay does "
                     "not: write a detached value (value.detach(), torch.no_grad()), or return the result"
                 )
-        change = self._state_before.guard.check(self._call)
-        if not change and (moved := self._spots.moved(sources)):
-            change = f"{moved} gets an object that was elsewhere"
-        if change:
-            raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
+        if change := self._state_before.guard.check(self._call):
+            raise self._refusal_of_change(change)
+
+    def _refusal_of_change(self, change: str) -> CaptureError:
+        return CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 
     def _check_sources(self, sources: list[GuardedSource]) -> None:
         lost = without_source(self.watch.externals, sources)

@@ -130,7 +130,7 @@ class GraphedFunction(Inlined):
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
         if entry.renewals:
-            held, found = entry.renew(found)
+            held, found = entry.renew(call, found)
             if held:
                 return self._run_to_make(call, held)
         self._calls_since_replay = 0

@@ -97,6 +97,21 @@ def objects_in(obj: Any) -> dict[int, Any]:
     return found
 
 
+def behind(obj: Any) -> list[Any]:
+    """What others may hold of ``obj`` without a reference to it: its dictionary, and whose memory it shows."""
+    found = [members for members in (instance_dict(obj),) if members is not None]
+    owner = obj
+    while (owner := _memory_of(owner)) is not None:
+        found.append(owner)
+    return found
+
+
+def _memory_of(obj: Any) -> Any:
+    if np is not None and isinstance(obj, np.ndarray):
+        return obj.base
+    return obj.obj if isinstance(obj, memoryview) else None
+
+
 def part(obj: Any, key: Any) -> Any:
     """What ``parts_of`` gives by this key."""
     if (container := kind_of(obj)) is not None:

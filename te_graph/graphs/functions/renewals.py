@@ -15,9 +15,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from te_graph.graphs.functions.made_objects import (
+    behind,
     can_be_copied,
     has_state,
     is_stateless_alone,
@@ -51,20 +52,6 @@ class _Made:
     parts: list[tuple[Any, int]]
 
 
-class _Standing(NamedTuple):
-    """What stands for the objects of a renewal.
-
-    Attributes:
-        first: for each number, at the place that is met first.
-        others: numbers, with what stands for them elsewhere.
-        is_as_made: there are none of these, and objects have the attributes that they were given.
-    """
-
-    first: list[Any]
-    others: list[tuple[int, Any]]
-    is_as_made: bool
-
-
 _OF_LIST = next(map(sys.getrefcount, [object()]))  # what is counted where a list alone holds something
 
 
@@ -94,12 +81,13 @@ class Renewal:
             and all(one.can_be_copied for one in made)
         )
         self._counts = [one.references + _OF_LIST for one in made]
+        self._counts_behind: list[list[int]] = []
 
     def settle(self, roots: list[Any], found: list[Any]) -> None:
         """See to it that no reference to what the capture left is taken for another holder's. ``found``: what the guard
         gives to each replay, ``roots`` what is at ``steps``."""
         try:
-            there = self._there(roots).first
+            there, _ = self._there(roots)
         except _LOST:
             return
         listed = [*found, *roots]
@@ -107,77 +95,75 @@ class Renewal:
             count + sum(one is obj for one in listed) for count, obj in zip(self._counts, there, strict=False)
         ]
         del listed
+        self._counts_behind = self._references_behind(there)
         if self._are_held(there):
             gc.collect()  # the capture may be in cycles
         # Something else holds them that the function made, or that outlives it; nothing could put a copy there.
         if self._are_held(there):
             self._can_be_copied = False
             self._counts = [*map(sys.getrefcount, there)][: len(self._made)]
+        self._counts_behind = self._references_behind(there)
 
-    def renew(self, roots: list[Any], copies: dict[int, Any]) -> str:
+    def renew(self, roots: list[Any]) -> tuple[str, bool]:
         """Put copies at the places if others hold what is there, or it hangs together otherwise; return the name of a
-        place if that should be, and cannot. ``roots``: what is at ``steps``; ``copies``: of this replay, by identity.
-        """
+        place if that should be, and cannot, and whether there are copies now. ``roots``: what is at ``steps``."""
         try:
-            standing = self._there(roots)
+            there, is_as_made = self._there(roots)
         except _LOST:
-            return self._places[0].name
-        there = standing.first
-        if standing.is_as_made and not self._are_held(there):
-            return ""
+            return self._places[0].name, False
+        if is_as_made and not self._are_held(there):
+            return "", False
         if not self._can_be_copied:
-            return self._places[0].name
+            return self._places[0].name, False
         new: list[Any] = [*itertools.repeat(None, len(self._made)), *there[len(self._made) :]]
         for place, at in self._at_places(roots):
             place.put(self._copy(place.number, there, new), *at)
-        copies.update((id(old), one) for old, one in zip(there, new, strict=True))
-        copies.update((id(old), new[number]) for number, old in standing.others)
-        return ""
+        return "", True
 
     def _at_places(self, roots: list[Any]) -> Iterator[tuple[LeftPlace, list[Any]]]:
         """Each place, and where its ways end."""
         following = iter(roots)
         return ((place, [way.end(next(following)) for way in place.ways]) for place in self._places)
 
-    def _there(self, roots: list[Any]) -> _Standing:
-        """What stands for each object now.
+    def _there(self, roots: list[Any]) -> tuple[list[Any], bool]:
+        """What stands for each object now, and whether one alone does, with the attributes that it was given.
 
         Raises:
             LookupError: the ways to what was found lead to several objects, of which the function takes one.
         """
         there: list[Any] = [None] * len(self._made)
-        others: list[tuple[int, Any]] = []
-
-        def meet(number: int, obj: Any) -> None:
-            if there[number] is None:
-                there[number] = obj
-            elif there[number] is not obj:
-                others.append((number, obj))
-
         start = sum(len(place.ways) for place in self._places)
         for ways in self._found:
-            first, *again = map(PathFrom.end, ways, roots[start : start + len(ways)])
-            if any(one is not first for one in again):
+            first, *others = map(PathFrom.end, ways, roots[start : start + len(ways)])
+            if any(one is not first for one in others):
                 raise LookupError
             there.append(first)
             start += len(ways)
+        is_as_made = True
         for place, at in self._at_places(roots):
-            meet(place.number, place.get(*at))
-        has_names = True
+            is_as_made &= _meet(there, place.number, place.get(*at))
         for number, made in enumerate(self._made):
             obj = there[number]
             if type(obj) is not made.kind:
                 raise LookupError
             for key, other in made.parts:
-                meet(other, part(obj, key))
-            has_names &= made.names is None or names_of(obj) == made.names
-        return _Standing(there, others, has_names and not others)
+                is_as_made &= _meet(there, other, part(obj, key))
+            is_as_made &= made.names is None or names_of(obj) == made.names
+        return there, is_as_made
 
     def _are_held(self, there: list[Any]) -> bool:
-        """Whether others hold what is ``there``. Of what cannot be copied fewer references than at the capture say that
-        it is another object, made since, of which nothing is known."""
+        """Whether others hold what is ``there``, or what stands behind it. Of what cannot be copied fewer references
+        than at the capture say that it is another object, made since, of which nothing is known."""
         differs = operator.gt if self._can_be_copied else operator.ne
-        return any(map(differs, map(sys.getrefcount, there), self._counts))
+        if any(map(differs, map(sys.getrefcount, there), self._counts)):
+            return True
+        now = itertools.chain.from_iterable(self._references_behind(there))
+        then = itertools.chain.from_iterable(self._counts_behind)
+        return any(count > before for count, before in itertools.zip_longest(now, then, fillvalue=0))
+
+    def _references_behind(self, there: list[Any]) -> list[list[int]]:
+        """To what stands behind each object."""
+        return [[*map(sys.getrefcount, behind(one))] for one in itertools.islice(there, len(self._made))]
 
     def _copy(self, number: int, there: list[Any], new: list[Any]) -> Any:
         if new[number] is not None:
@@ -194,6 +180,12 @@ class Renewal:
         for key, other in made.parts:
             put_part(new[number], key, self._copy(other, there, new))
         return new[number]
+
+
+def _meet(there: list[Any], number: int, obj: Any) -> bool:
+    if there[number] is None:
+        there[number] = obj
+    return there[number] is obj
 
 
 def renewals(

@@ -21,7 +21,7 @@ from te_graph.graphs.arguments.attributes import in_slot, instance_dict, set_ins
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.effects.kept_memory import ArrayContents, TensorState, is_small_array
 from te_graph.graphs.guards.effects.reach import objects_at
-from te_graph.graphs.guards.plain_values import are_equal, is_bulk, is_value
+from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
@@ -137,7 +137,8 @@ def _hold_the_same(container: dict | list | set | deque, before: list[list[Any]]
 
 
 def _is_the_same(now: Any, before: Any) -> bool:
-    return now is before or (is_value(now) and are_equal(now, before))
+    """Whether code cannot tell them apart: by equality it could 0.0 from -0.0, and (1,) from (True,)."""
+    return now is before or (is_value(now) and type(now) is type(before) and repr(now) == repr(before))
 
 
 def _are_the_same(now: list[Any], before: list[Any]) -> bool:
