@@ -17,7 +17,6 @@ from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
 from te_graph.fp8.kept_scales import scales_kept
-from te_graph.fp8.passed_over import passed_over_layers
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.region_numbers import region_numbers
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
@@ -145,8 +144,6 @@ class fp8_autocast(ContextDecorator):
                     "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
                     "it, nor a layer that te_graph.convert_to_fp8 converted"
                 )
-            if self.enabled:
-                passed_over_layers.report()
 
     def scope_on(self, device: torch.device) -> ScalingScope:
         """The scales of this region's recipe and group.

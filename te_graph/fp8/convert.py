@@ -71,8 +71,8 @@ def convert_to_fp8(
 
     Returns:
         Which layers were converted, and why other matrices were not. Where nothing was, a warning says why, too. Where
-        the first region that trains passes over some of the layers, since modules around them read their weights
-        instead of calling them, a warning names these, once.
+        modules around some of the layers read their weights instead of calling them, a warning names these, once, at
+        the first step of an optimizer; not where the weights are frozen.
 
     Raises:
         RuntimeError: a layer is graphed, or the model is wrapped by FSDP or DistributedDataParallel; convert first.
@@ -97,7 +97,7 @@ def convert_to_fp8(
         converted[name] = module
     fp8 = [module for module in model.modules() if isinstance(module, _CONVERTED)]
     report = report_on(model, list(converted), skipped, fp8)
-    passed_over_layers.watch(model, converted)
+    passed_over_layers.watch(converted)
     if not fp8:
         reasons = report.most_frequent_reasons() or "it has no matrices"
         _log.warning("convert_to_fp8: no layer of %s computes in FP8: %s", type(model).__name__, reasons)

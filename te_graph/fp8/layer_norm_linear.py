@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
+from te_graph.common.whole_layer import WholeLayer
 from te_graph.fp8.engine_checkpoint import NORM_NAMES, rename_keys_
 from te_graph.fp8.fused import Stage, run_stages
 from te_graph.fp8.linear import Linear
@@ -17,7 +18,7 @@ from te_graph.fp8.norm import Norm
 _ENGINE_NAMES = {**NORM_NAMES, "weight": "linear.weight", "bias": "linear.bias"}
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(nn.Module, WholeLayer):
     """``y = norm(x) W^T + b``, and with a residual ``y = norm(x + residual) W^T + b``.
 
     Inside ``fp8_autocast`` the norm is cast to FP8 where it is made, with the addition before it: nothing of it is

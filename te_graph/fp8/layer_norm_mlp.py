@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
+from te_graph.common.whole_layer import WholeLayer
 from te_graph.fp8.activation import Activation
 from te_graph.fp8.engine_checkpoint import NORM_NAMES, rename_keys_
 from te_graph.fp8.fused import Stage, run_stages
@@ -24,7 +25,7 @@ _ENGINE_NAMES = {
 }
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(nn.Module, WholeLayer):
     """``y = act(norm(x) W1^T + b1) W2^T + b2``, and with a residual that of x + residual.
 
     Inside ``fp8_autocast`` the norm and the activation are cast to FP8 where they are made, and so is the gradient of

@@ -166,3 +166,36 @@ def test_a_residual_that_does_not_fit_is_named(device):
     x = normal_numbers(4, HIDDEN, device=device)
     with pytest.raises(ValueError, match=r"LayerNormLinear: expected a residual of shape \[4, 32\] .*got \[3, 32\]"):
         layer(x, x[:3])
+
+
+@pytest.mark.parametrize("make", [lambda: tg.LayerNormMLP(HIDDEN, WIDTH), lambda: tg.LayerNormLinear(HIDDEN, HIDDEN)])
+def test_a_graphed_model_captures_no_parts(device, make):
+    """Which would be called one by one, and round otherwise."""
+
+    def train(is_graphed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), make(), make()).to(device, torch.bfloat16)
+        x = normal_numbers(16, HIDDEN, device=device).bfloat16()
+
+        def step() -> Tensor:
+            with tg.fp8_autocast(recipe=CURRENT):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            return loss.detach()
+
+        if is_graphed:
+            with tg.fp8_autocast(recipe=CURRENT):
+                tg.graph_layers(model, step)
+            assert [hasattr(module, "te_graph") for module in model] == [False, True, True]
+            model.zero_grad()
+        return [step(), *(parameter.grad for parameter in model.parameters())]
+
+    for one, other in zip(train(False), train(True), strict=True):
+        assert same_bits(one, other)
+
+
+def test_a_part_that_is_chosen_is_refused_with_what_to_choose(device):
+    model = nn.Sequential(tg.LayerNormMLP(HIDDEN, WIDTH)).to(device)
+    x = normal_numbers(16, HIDDEN, device=device).float()
+    with pytest.raises(RuntimeError, match=r"0\.fc1: 0, a LayerNormMLP, computes with it at once: choose that"):
+        tg.graph_layers(model, lambda: model(x).sum().backward(), layers=["*.fc1"])

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from te_graph.common.module_names import as_choices, chosen_modules
+from te_graph.common.whole_layer import wholes_of
 from te_graph.graphs.layers.layer_calls import LayerCall
 
 _NAME = "graph_layers"
@@ -98,9 +99,15 @@ class Selection:
                 choice.left_out[call.module] = _called(counts[call.module])
             else:
                 choice.calls.append(call)
+        wholes = wholes_of(self._names)
         for module in self._names:
             if module in self._chosen and module not in covered and not isinstance(module, _CONTAINERS):
-                choice.left_out[module] = "the step does not call it"
+                whole = wholes.get(module)
+                choice.left_out[module] = (
+                    "the step does not call it"
+                    if whole is None
+                    else f"{self._names[whole]}, a {type(whole).__name__}, computes with it at once: choose that"
+                )
         return choice
 
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from te_graph.common.held_signals import signals_held
 from te_graph.common.reasons import said_by_reason
+from te_graph.common.whole_layer import wholes_of
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module, without_wrappers
@@ -137,7 +138,8 @@ class _Arguments:
 
     def watch_step(self) -> tuple[LayerCall, dict[int, list[Use]], set[nn.Module]]:
         """Run the step; returns its calls, the uses of parameters, and the modules that its backward called."""
-        modules = [module for module in self.names if not isinstance(module, torch.jit.ScriptModule)]
+        parts = wholes_of(self.names)
+        modules = [m for m in self.names if m not in parts and not isinstance(m, torch.jit.ScriptModule)]
         calls = LayerCalls(modules, self.selection.is_candidate)
         with watched(self.model, calls) as watch:
             without_open_checkpoints(self._run_step)
