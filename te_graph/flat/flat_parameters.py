@@ -193,7 +193,7 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             self._close_group()  # on all ranks, for all raise
             raise
         refuse_foreign_optimizers()
-        if shard != "none" or any(buffer.has_main_grads for buffer in self.buffers):
+        if shard != "none" or gradient_scale != 1.0 or any(buffer.has_main_grads for buffer in self.buffers):
             include_main_grads()
         move_exported_results()
         self._reduction = Reduction(
@@ -349,8 +349,11 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
     def close(self) -> None:
         """Leave parameters and gradients where they are, as tensors like any others; reductions end.
 
-        All ranks call it, for it closes a ``peer_group`` of its own.
+        All ranks call it, for it closes a ``peer_group`` of its own. A second time does nothing: parameters may be in
+        another one by then.
         """
+        if self.reducer.is_closed:
+            return
         self.gather.close()
         for buffer in self.buffers:
             buffer.detach()

@@ -42,17 +42,17 @@ def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(zero_grad)
     def zero_all_grads(self: nn.Module, set_to_none: bool = True) -> None:
         zero_grad(self, set_to_none)
-        # Before all else, for a compiler breaks its graph at what follows.
-        accumulated = [one for one in self.parameters() if main_grad_of(one) is not None]
-        if accumulated:
-            _zero_main_grads(accumulated, set_to_none)
+        parameters = list(self.parameters())
+        if _may_be_elsewhere(parameters):
+            _zero_flat_grads(parameters, set_to_none)
 
     return zero_all_grads
 
 
 @opaque
-def _zero_main_grads(parameters: Iterable[Tensor], set_to_none: bool) -> None:
-    """Drop, or set to zero, the gradients of those ``parameters`` [...] that are flat."""
+def _zero_flat_grads(parameters: Iterable[Tensor], set_to_none: bool) -> None:
+    """Drop, or set to zero, the gradients of those ``parameters`` [...] that are flat, with what was put aside of
+    them."""
     by_flat: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         by_flat.setdefault(flat_of(parameter), []).append(parameter)
@@ -71,6 +71,8 @@ def _of_all_gradients(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(clip)
     def clip_all_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         members = _listed(parameters)
+        if not members or not all(isinstance(one, Tensor) for one in members):
+            return clip(members or parameters, *args, **kwargs)  # which says what it thinks of these
         if _may_be_elsewhere(members):
             flat = _flat_with_all_gradients(members)
             if flat is not None:
@@ -85,7 +87,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def checked_clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         members = _listed(parameters)
-        if _may_be_elsewhere(members):
+        if all(isinstance(one, Tensor) for one in members) and _may_be_elsewhere(members):
             _expect_whole(clip, members)
         return clip(members, *args, **kwargs)
 

@@ -224,7 +224,9 @@ class FlatOptimizer(Uncopyable, Optimizer):
         for segment, state in zip(self._all_segments, states, strict=True):
             check_shapes(segment, state)
         self.flat.wait_for_parameters()
-        self.load_parts(groups, list(map(load_part, self._all_segments, states)))
+        # What has no states, as of an optimizer that has not stepped, leaves them to be made.
+        are_made = bool(state_dict["state"])
+        self.load_parts(groups, list(map(load_part, self._all_segments, states)), are_made)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -240,12 +242,15 @@ class FlatOptimizer(Uncopyable, Optimizer):
 
         return ShardedState(self, self._arguments)
 
-    def load_parts(self, groups: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]]) -> None:
+    def load_parts(
+        self, groups: Sequence[dict[str, Any]], parts: Sequence[dict[str, Any]], are_made: bool = True
+    ) -> None:
         """Take settings and states.
 
         Args:
             groups: settings of each group.
             parts: the state of each segment's master, in the order of ``segments``; empty: it has none.
+            are_made: there are states, on whichever rank.
         """
         for group, given in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(settings_of(given)))
@@ -255,7 +260,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         states = {number: part for number, part in enumerate(parts) if part}
         # By the class itself, which knows on which device and of which dtype it wants what.
         self.inner.load_state_dict({"state": states, "param_groups": packed})
-        self._before_trial, self.state.are_made = None, True
+        self._before_trial, self.state.are_made = None, are_made
         self._versions.note()
 
     @torch.no_grad()

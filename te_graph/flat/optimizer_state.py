@@ -135,7 +135,7 @@ def _is_more_precise(segment: Segment) -> bool:
 def _kind(value: Any, segment: Segment) -> Any:
     """The dtype of what is divided as the parameter is, and the value of what is not."""
     if isinstance(value, Tensor):
-        return value.dtype if value.dim() > 0 and value.shape == segment.master.shape else value.cpu()
+        return value.dtype if value.dim() > 0 and value.shape == segment.master.shape else value.to("cpu", copy=True)
     return value
 
 

@@ -28,6 +28,7 @@ class Reducer(DeferredSync, OwnObject):
     Attributes:
         lock: held while gradients are reduced, clipped or looked at as a whole.
         backwards: what is told by each gradient that is about to be written.
+        is_closed: parameters are no longer flat.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Reducer(DeferredSync, OwnObject):
         self._device = buffers[0].data.device
         self._reductions = BucketReductions(buffers, reduction, side)
         self._reduces_early = overlaps and reduction.is_distributed
-        self._is_closed = False
+        self.is_closed = False
         self.lock = threading.RLock()
         self.backwards = _C.Backwards(
             begin=weak_method(self, "_before_backward"),
@@ -97,7 +98,7 @@ class Reducer(DeferredSync, OwnObject):
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter is no longer where the buffers have it, or no longer frozen, naming it, or
         if this is closed."""
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError(
                 "FlatParameters: close() has been called: parameters are no longer flat, and optimizers of it step "
                 "no more; make new ones"
@@ -107,7 +108,7 @@ class Reducer(DeferredSync, OwnObject):
 
     def close(self) -> None:
         """Parameters are no longer flat."""
-        self._is_closed = True
+        self.is_closed = True
 
     def _before_backward(self) -> bool:
         """Called before the first gradient of a backward is written. Returns whether buckets may be reduced in it."""

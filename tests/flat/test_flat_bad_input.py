@@ -368,3 +368,15 @@ def test_copies_are_refused():
             with pytest.raises(TypeError, match=re.escape(text)):
                 act(copied)
     model.flat.close()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_second_close_leaves_the_next_one_alone(dtype):
+    model = nn.Linear(3, 3, dtype=dtype)
+    first = tg.FlatParameters(model)
+    first.close()
+    second = tg.FlatParameters(model)
+    first.close()
+    with pytest.raises(ValueError, match=r"weight is in another FlatParameters already: call close\(\) of that one"):
+        tg.FlatParameters(model)
+    second.close()

@@ -288,3 +288,48 @@ def test_code_of_torch_is_compiled_as_without_te_graph() -> None:
         for program in (COMPILED, COMPILED.replace("import te_graph\n", ""))
     ]
     assert found[0] == found[1] != "0 0\n"
+
+
+def test_states_that_were_loaded_before_the_first_step_are_none():
+    """As accelerate loads an optimizer's own ones: torch.distributed.checkpoint has yet to make them."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def make() -> tuple[nn.Module, tg.FlatParameters, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        flat = tg.FlatParameters(model)
+        optimizer = flat.optimizer(torch.optim.AdamW, lr=0.1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return model, flat, optimizer
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for number in range(2):
+            model(torch.ones(3, 4) * (number + 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, flat, optimizer = make()
+    train(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    again, other, resumed = make()
+    _, empty = get_state_dict(again, resumed)
+    assert set(empty["state"]) == set(states["state"])
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=copy.deepcopy(states))
+    train(model, optimizer), train(again, resumed)
+    assert same_bits(model.weight, again.weight)
+    flat.close(), other.close()
+
+
+def test_a_state_dict_is_of_one_moment():
+    model = nn.Linear(4, 4)
+    flat = tg.FlatParameters(model)
+    optimizer = flat.optimizer(torch.optim.AdamW, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()
+    before = copy.deepcopy(states)
+    optimizer.step()
+    for number, state in states["state"].items():
+        for name, value in state.items():
+            assert same_bits(value, before["state"][number][name]), name
+    flat.close()

@@ -203,3 +203,28 @@ def test_clips_of_torch_are_compiled() -> None:
     norm = compiled()
     assert norm > 0.1 and plain.weight.grad.norm() <= 0.1
     flat.close()
+
+
+def test_zeros_of_a_module_forget_what_was_reduced():
+    """As those of the optimizer do; gradients are .grad here."""
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    model(x).sum().backward()
+    with flat.no_sync():
+        model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    assert model.weight.grad.eq(0.5).all()
+    flat.close()
+
+
+def test_what_torch_says_of_arguments_stays_so():
+    flat = tg.FlatParameters(nn.Linear(4, 4, dtype=BF16))
+    model = nn.Linear(4, 4)
+    exhausted = model.parameters()
+    list(exhausted)
+    with pytest.warns(UserWarning, match="empty generator"):
+        nn.utils.clip_grad_norm_(exhausted, 1.0)
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'grad'"):
+        nn.utils.clip_grad_norm_(model.named_parameters(), 1.0)
+    flat.close()
