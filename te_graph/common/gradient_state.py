@@ -46,9 +46,16 @@ def gradient_state(parameter: Tensor) -> GradientState:
     return _states[parameter]
 
 
+# An attribute of a main_grad in a flat buffer, with which it is saved.
+IS_FLAT = "te_graph_flat"
+
+
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The ``main_grad`` of ``parameter`` [...], or None."""
-    return getattr(parameter, "main_grad", None)
+    """The ``main_grad`` of ``parameter`` [...], or None: what a file has of a flat one is memory of nothing, and its
+    values may have been dropped."""
+    main_grad = getattr(parameter, "main_grad", None)
+    is_from_file = hasattr(main_grad, IS_FLAT) and main_grad is not gradient_state(parameter).grad_memory
+    return None if is_from_file else main_grad
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

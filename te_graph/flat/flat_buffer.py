@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.gradient_state import gradient_state, main_grad_of
+from te_graph.common.gradient_state import IS_FLAT, gradient_state, main_grad_of
 from te_graph.flat.layout import Layout
 
 
@@ -110,16 +110,20 @@ class FlatBuffer:
         for parameter, place in zip(self.parameters, self._places, strict=True):
             parameter.data = place
 
+    @torch.no_grad()
     def detach(self) -> None:
-        """Leave parameters and gradients where they are, as tensors like any others."""
+        """Leave parameters and gradients where they are, as tensors like any others; what was ``main_grad`` is
+        ``.grad``: nobody else would find it, drop it, or leave it out of what is saved."""
+        self.settle_()
         for parameter, gradient, memory in zip(self.parameters, self.gradients, self.memories, strict=True):
             gradient.detach()
             state = gradient_state(parameter)
+            if self.has_main_grads and main_grad_of(parameter) is memory:
+                del parameter.main_grad
+                if not state.main_grad_reset.is_pending:
+                    parameter.grad = memory.to(parameter.dtype)
+                state.main_grad_reset.is_pending = False
             state.flat_gradient = state.grad_memory = None
-            if self.has_main_grads:
-                delattr(memory, _IS_FLAT)
-                if state.main_grad_reset.is_pending:
-                    memory.zero_()  # files have its values, and not that it was dropped
 
     @torch.no_grad()
     def settle_(self, bucket: int | None = None) -> None:
@@ -173,7 +177,7 @@ class FlatBuffer:
         state, before = gradient_state(parameter), parameter.grad
         if self.has_main_grads:
             before = _main_grad_that_is_there(parameter) if before is None else before
-            setattr(memory, _IS_FLAT, True)
+            setattr(memory, IS_FLAT, True)
             parameter.main_grad, parameter.grad = memory, None
             state.main_grad_reset.is_pending = before is None
             if before is not None:
@@ -195,16 +199,9 @@ def buffers_of(
     return [FlatBuffer(members, grad_dtype, bucket_bytes, ranks) for members in of_dtypes.values()]
 
 
-# An attribute of a main_grad in a flat buffer, which is saved with it: values that come from a file may have been
-# dropped. No file has .grad, either.
-_IS_FLAT = "te_graph_flat"
-
-
 def _main_grad_that_is_there(parameter: Tensor) -> Tensor | None:
     """The ``main_grad`` of ``parameter`` [...], if it has one and that is its gradient."""
-    main_grad, state = main_grad_of(parameter), gradient_state(parameter)
-    is_from_file = hasattr(main_grad, _IS_FLAT) and main_grad is not state.grad_memory
-    return None if is_from_file or state.main_grad_reset.is_pending else main_grad
+    return None if gradient_state(parameter).main_grad_reset.is_pending else main_grad_of(parameter)
 
 
 def _is_copy(parameter: Tensor, place: Tensor) -> bool:

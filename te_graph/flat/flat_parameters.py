@@ -347,7 +347,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
             yield from zip(buffer.names, buffer.parameters, strict=True)
 
     def close(self) -> None:
-        """Leave parameters and gradients where they are, as tensors like any others; reductions end.
+        """Leave parameters and gradients where they are, as tensors like any others, but make a ``.grad`` of each
+        ``main_grad``, rounded to the parameter's dtype; reductions end.
 
         All ranks call it, for it closes a ``peer_group`` of its own. A second time does nothing: parameters may be in
         another one by then.

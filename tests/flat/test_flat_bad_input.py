@@ -380,3 +380,44 @@ def test_a_second_close_leaves_the_next_one_alone(dtype):
     with pytest.raises(ValueError, match=r"weight is in another FlatParameters already: call close\(\) of that one"):
         tg.FlatParameters(model)
     second.close()
+
+
+@pytest.mark.parametrize("way", ["closed", "saved", "saved when closed"])
+def test_behind_it_gradients_are_found_by_graphs_and_optimizers_of_torch(way):
+    """Of bf16 they were main_grad, which neither files nor what closes leave."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Tanh(), nn.Linear(4, 4, dtype=BF16))
+    x = torch.ones(3, 4, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    model(x).float().sum().backward()
+    main_grads = [parameter.main_grad.clone() for parameter in model.parameters()]
+    if "closed" in way:
+        flat.close()
+        for parameter, main_grad in zip(model.parameters(), main_grads, strict=True):
+            assert not hasattr(parameter, "main_grad") and torch.equal(parameter.grad, main_grad.to(BF16))
+    if "saved" in way:
+        model = pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    eager = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Tanh(), nn.Linear(4, 4, dtype=BF16))
+    eager.load_state_dict(model.state_dict())
+    graphed = tg.make_graphed_callables(model, (x,))
+    for one in (eager, graphed):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(eager.parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_next_one_begins_without_gradients_that_were_dropped_in_between():
+    model, x = nn.Linear(4, 4, dtype=BF16), torch.randn(3, 4, dtype=BF16)
+    first = tg.FlatParameters(model)
+    model(x).sum().backward()
+    before = model.weight.main_grad.clone()
+    first.close()
+    model.zero_grad()
+    second = tg.FlatParameters(model)
+    model(x).sum().backward()
+    assert torch.equal(model.weight.main_grad, before)
+    second.close()
