@@ -86,6 +86,7 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self.defaults = self.inner.defaults
         everyone = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state = PartStates(everyone, self._all_segments, self.inner)
+        self._of_frozen: dict[Tensor, dict[str, Any]] = {}  # what was loaded for these, whose training may go on later
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
 
@@ -194,7 +195,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self.flat.wait_for_parameters()
         self.flat.meet("FlatOptimizer.state_dict")
         states = self.state
-        self.state = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
+        whole = whole_states(self._parameters(), self._all_segments, self.inner, self.flat.sharding_group)
+        self.state = {**whole, **self._of_frozen}
         try:
             return super().state_dict()
         finally:
@@ -226,6 +228,10 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self.flat.wait_for_parameters()
         # What has no states, as of an optimizer that has not stepped, leaves them to be made.
         are_made = bool(state_dict["state"])
+        trained = set(map(id, self._parameters()))
+        frozen = (one for group in self.param_groups for one in group["params"] if id(one) not in trained)
+        given = state_dict["state"]
+        self._of_frozen = {one: copy.deepcopy(given[keys[id(one)]]) for one in frozen if keys[id(one)] in given}
         self.load_parts(groups, list(map(load_part, self._all_segments, states)), are_made)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

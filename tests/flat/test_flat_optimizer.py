@@ -333,3 +333,35 @@ def test_a_state_dict_is_of_one_moment():
         for name, value in state.items():
             assert same_bits(value, before["state"][number][name]), name
     flat.close()
+
+
+def test_states_of_frozen_parameters_are_kept():
+    """Of a stage in which they were trained, for one in which they are again."""
+
+    def stage(model: nn.Module, states: dict[str, Any] | None, is_flat: bool, is_frozen: bool) -> dict[str, Any]:
+        model[0].requires_grad_(not is_frozen)
+        flat = tg.FlatParameters(model) if is_flat else None
+        optimizer = (
+            torch.optim.AdamW(model.parameters(), lr=0.1)
+            if flat is None
+            else flat.optimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+        )
+        if states is not None:
+            optimizer.load_state_dict(states)
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = copy.deepcopy(optimizer.state_dict())
+        if flat is not None:
+            flat.close()
+        return found
+
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))]
+    models.append(copy.deepcopy(models[0]))
+    for model, is_flat in zip(models, (False, True), strict=True):
+        states = None
+        for is_frozen in (False, True, False):
+            states = stage(model, states, is_flat, is_frozen)
+    assert_same(*models)
