@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from te_graph import _C
 from te_graph.common.dispatch import is_in_backward
-from te_graph.common.fp8_calls import tell_region_by
 from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
@@ -195,9 +194,6 @@ _regions = _Regions()
 def current_region() -> fp8_autocast | None:
     """The innermost region that this thread is in."""
     return _regions.entered[-1][0] if _regions.entered else None
-
-
-tell_region_by(current_region)
 
 
 def is_in_region() -> bool:
