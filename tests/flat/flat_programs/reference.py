@@ -64,6 +64,12 @@ class Reference:
         grad = parameter.grad.detach().to(self._grad_dtype)
         return grad if main is None else main + grad
 
+    def close(self) -> None:
+        """What was ``main_grad`` becomes ``.grad``, of the parameter's dtype."""
+        self.settle()
+        for parameter, main in self._main.items():
+            self._main[parameter] = main.to(parameter.dtype).to(main.dtype)
+
     def settle(self) -> None:
         """What autograd, or the user, has left in ``.grad`` becomes ``main_grad``."""
         for parameter in filter(self.has_main, self.parameters):

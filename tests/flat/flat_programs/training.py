@@ -163,6 +163,7 @@ class Training(Sides):
         torch.save(model, file)
         if way != "forget":
             self._flat.close()
+            self._reference.close()
         if way == "file":
             model = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         del self._flat, self._side, self._optimizer
