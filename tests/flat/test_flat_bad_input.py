@@ -421,3 +421,13 @@ def test_the_next_one_begins_without_gradients_that_were_dropped_in_between():
     model(x).sum().backward()
     assert torch.equal(model.weight.main_grad, before)
     second.close()
+
+
+def test_graphs_that_add_to_main_grad_are_no_more_when_it_is_gone():
+    model, x = nn.Sequential(nn.Linear(4, 4, dtype=BF16)), torch.ones(3, 4, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    graphed = tg.make_graphed_callables(model, (x,))
+    graphed(x).float().sum().backward()
+    flat.close()
+    with pytest.raises(RuntimeError, match=r"main_grad of \w+ of 0 is gone since capture"):
+        graphed(x)

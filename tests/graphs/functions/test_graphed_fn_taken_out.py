@@ -113,14 +113,20 @@ CASES: dict[str, tuple[Callable[[Trainer], Any], Callable[[Tensor], Any], Callab
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_who_keeps_it_sees_the_change_of_each_call(name: str, device: str) -> None:
-    close, make, read = CASES[name]
+def counting(close: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    """What counts its calls on the device, and does ``close``."""
 
     def step(trainer: Trainer) -> Any:
         trainer.total.add_(1)
         return close(trainer)
 
+    return step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_keeps_it_sees_the_change_of_each_call(name: str, device: str) -> None:
+    close, make, read = CASES[name]
+    step = counting(close)
     kept: dict[Any, list[Any]] = {}
     for function in (step, graphed(step)):
         trainer = Trainer(total := torch.zeros(3, device=device), make(total))
@@ -141,12 +147,7 @@ def shown(record: Any) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_what_nobody_keeps_is_replayed(name: str, device: str) -> None:
     close, make, _ = CASES[name]
-
-    def step(trainer: Trainer) -> Any:
-        trainer.total.add_(1)
-        return close(trainer)
-
-    function = graphed(step)
+    function = graphed(counting(close))
     trainer = Trainer(total := torch.zeros(3, device=device), make(total))
     for _ in range(CALLS):
         function(trainer)
