@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
-from contextlib import ContextDecorator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from te_graph import _C
 from te_graph.common.dispatch import is_in_backward
+from te_graph.common.fp8_calls import tell_region_by
 from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
@@ -25,7 +27,7 @@ keep_by(scales_kept)
 _log = logging.getLogger("te_graph")
 
 
-class fp8_autocast(ContextDecorator):
+class fp8_autocast(contextlib.ContextDecorator):
     """A region in which ``te_graph.Linear`` multiplies in FP8.
 
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
@@ -119,15 +121,12 @@ class fp8_autocast(ContextDecorator):
 
     @opaque
     def __enter__(self) -> fp8_autocast:
-        _regions.entered.append((self, _C.HostSteps.is_noting()))
-        _C.set_fp8_region(self.number)
+        _regions.enter(self)
         return self
 
     @opaque
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        _regions.leave(self)
-        outer = current_region()
-        _C.set_fp8_region(0 if outer is None else outer.number)
+        outer = _regions.leave(self)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
         # its replays, or where an evaluation follows. An evaluation updates nothing, nor does what a backward computes
         # again, on a GPU on a thread of autograd's that does not know of the regions around.
@@ -144,6 +143,15 @@ class fp8_autocast(ContextDecorator):
                     "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
                     "it, nor a layer that te_graph.convert_to_fp8 converted"
                 )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """What runs inside is in the region. Its end is that of no step: it updates no scales, and warns of nothing."""
+        _regions.enter(self)
+        try:
+            yield
+        finally:
+            _regions.leave(self)
 
     def scope_on(self, device: torch.device) -> ScalingScope:
         """The scales of this region's recipe and group.
@@ -176,12 +184,22 @@ class _Regions(threading.local):
     def __init__(self) -> None:
         self.entered: list[tuple[fp8_autocast, bool]] = []
 
-    def leave(self, region: fp8_autocast) -> None:
-        """Take out the innermost entry of ``region``, wherever that is: generators leave theirs when they end."""
+    def enter(self, region: fp8_autocast) -> None:
+        self.entered.append((region, _C.HostSteps.is_noting()))
+        _C.set_fp8_region(region.number)
+
+    def leave(self, region: fp8_autocast) -> fp8_autocast | None:
+        """Take out the innermost entry of ``region``, wherever that is: generators leave theirs when they end.
+
+        Returns:
+            The region that the thread is in now.
+        """
         for position in range(len(self.entered) - 1, -1, -1):
             if self.entered[position][0] is region:
                 del self.entered[position]
-                return
+                outer = current_region()
+                _C.set_fp8_region(0 if outer is None else outer.number)
+                return outer
         raise RuntimeError(
             "fp8_autocast: expected a region to be left once, by the thread that entered it, got one that this thread "
             "is not in: a generator that others close, for instance, is to enter none around a yield"
@@ -194,6 +212,9 @@ _regions = _Regions()
 def current_region() -> fp8_autocast | None:
     """The innermost region that this thread is in."""
     return _regions.entered[-1][0] if _regions.entered else None
+
+
+tell_region_by(current_region)
 
 
 def is_in_region() -> bool:

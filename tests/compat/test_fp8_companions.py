@@ -39,11 +39,12 @@ def around(*codes: str) -> dict[str, Any]:
     return run(LOOP.partition("blocks = ")[0] + "recipe = tg.DelayedScaling(amax_history_len=16)", *codes)
 
 
-def assert_graphed_ones_replayed(layers: Iterable[nn.Module], count: int) -> None:
+def assert_graphed_ones_replayed(layers: Iterable[nn.Module], count: int, recaptures: int = 0) -> None:
     """Unless the run is the eager one of two."""
     for info in (layer.te_graph.info() for layer in layers):
         if info["backend"] is not None:
-            assert (info["forward_replays"], info["backward_replays"]) == (count, count), info
+            found = info["recaptures"], info["forward_replays"], info["backward_replays"]
+            assert found == (recaptures, count, count), info
 
 
 def fp8_layers(model: nn.Module) -> int:
@@ -81,7 +82,7 @@ def test_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = around(TRAINER)["new_trainer"](**options)
         trainer.train()
         assert fp8_layers(trainer.model) == 14
-        assert_graphed_ones_replayed(trainer.model.model.layers, 8)
+        assert_graphed_ones_replayed(trainer.model.model.layers, 8, recaptures=1)  # what is saved changes the config
         return {"weights": state_of(trainer.model), "scales": tg.fp8_state_dict(trainer.model)}
 
     whole = eager_twin(train)
@@ -150,7 +151,8 @@ def test_lightning(precision: str) -> None:
         if save is not None:
             trainer.save_checkpoint(save)
         assert fp8_layers(module) == 2
-        assert_graphed_ones_replayed(module.model.layers, 2 * epochs if path is None else 2)
+        again = int(precision == "bf16-true")  # the strategy's step, which is captured, lets the default dtype be
+        assert_graphed_ones_replayed(module.model.layers, 2 * epochs if path is None else 2, again)
         return {"weights": state_of(module), "scales": tg.fp8_state_dict(module)}
 
     whole = eager_twin(lambda: fit(2))

@@ -328,7 +328,8 @@ def test_compare_finds_graphs_equal_to_eager(run, capsys, option):
     assert eager[1:6] == graph[1:6]
 
 
-def test_with_graphs_every_layer_is_replayed_for_every_micro_batch(run, monkeypatch):
+@pytest.mark.parametrize("options", [(), ("--fp8=delayed",), ("--fp8=current",)], ids=["plain", "delayed", "current"])
+def test_with_graphs_every_layer_is_replayed_for_every_micro_batch(run, monkeypatch, options):
     te_graph = importlib.import_module("te_graph")
     graphed, make_graphed_callables = [], te_graph.make_graphed_callables
 
@@ -337,11 +338,11 @@ def test_with_graphs_every_layer_is_replayed_for_every_micro_batch(run, monkeypa
         return make_graphed_callables(callables, sample_args)
 
     monkeypatch.setattr(te_graph, "make_graphed_callables", watch)
-    assert run("--graph") == 0
-    replays = [
-        (layer.te_graph.info()["forward_replays"], layer.te_graph.info()["backward_replays"]) for layer in graphed
-    ]
-    assert replays == [(12, 12)] * 2  # 6 steps of 2 micro-batches, 2 layers
+    assert run("--graph", *options) == 0
+    infos = [layer.te_graph.info() for layer in graphed]
+    assert [info["fp8_calls"] > 0 for info in infos] == [bool(options)] * 2
+    counts = [(info["recaptures"], info["forward_replays"], info["backward_replays"]) for info in infos]
+    assert counts == [(0, 12, 12)] * 2  # 6 steps of 2 micro-batches, 2 layers
 
 
 def test_graphs_resume_an_eager_run_and_eager_one_of_graphs(run, tmp_path):

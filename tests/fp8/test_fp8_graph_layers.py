@@ -144,3 +144,49 @@ def test_other_models_keep_what_they_are_about_to_update(device: str, end: Calla
         other.fp8.update_if_due()
         states.append(other.get_extra_state())
     assert same_bits(*states)
+
+
+@pytest.mark.parametrize("on_mismatch", ["capture", "eager", "raise"])
+def test_layers_are_captured_in_the_region_that_the_step_enters(device: str, on_mismatch: str) -> None:
+    """Whichever region graph_layers is called in."""
+
+    def train(is_graphed: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(tg.Linear(32, 32) for _ in range(2))).to(device)
+        x, found = torch.randn(16, 32, device=device), []
+
+        def step() -> Tensor:
+            with tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=3)):
+                loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach().clone()
+
+        if is_graphed:
+            tg.graph_layers(model, step, on_mismatch=on_mismatch)
+        for _ in range(3):
+            found += [step(), *(parameter.grad.clone() for parameter in model.parameters())]
+            model.zero_grad()
+        for module in model if is_graphed else ():
+            info = module.te_graph.info()
+            assert (info["fp8_calls"], info["recaptures"], info["forward_replays"]) == (1, 0, 3)
+        return found
+
+    for one, other in zip(train(False), train(True), strict=True):
+        assert same_bits(one, other)
+
+
+def test_a_capture_in_the_region_of_the_step_updates_no_scales(device: str) -> None:
+    """Those of another model, whose forward has raised, stay due."""
+    model, other = nn.Sequential(Layer(), Layer()).to(device), tg.Linear(WIDTH, WIDTH, device=device)
+    x = torch.randn(5, WIDTH, device=device)
+
+    def step() -> None:
+        with tg.fp8_autocast(recipe=DELAYED):
+            model(x).sum().backward()
+
+    with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=DELAYED):
+        other(x)
+        raising()
+    before = other.get_extra_state()
+    tg.graph_layers(model, step)
+    assert same_bits(other.get_extra_state(), before)

@@ -49,8 +49,8 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
             keyword, a tuple by position, and a function without arguments is called: ``lambda:
             loss_fn(model(x), y).backward()``, or more of a training step, but not the optimizer's step. A step with its
             backward also shows how gradients of results lie in memory, and graphs read them so. Anything else (a
-            tensor, a list) is the one argument of the model. The step runs under the autocast of the caller or its
-            own.
+            tensor, a list) is the one argument of the model. The step runs under the autocast and in the
+            FP8 region of the caller or its own; layers are captured in those of their calls.
         layers: which modules are captured, the outermost of them: names as in ``named_modules()``, with wildcards as
             ``model.layers.*``; classes; a function ``(name, module) -> bool``; or several of these. None: each run of
             two or more modules of one class that one forward calls once each, in whatever container, the outermost

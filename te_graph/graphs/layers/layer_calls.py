@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from te_graph.common.dispatch import is_in_backward, is_strided, version_of
+from te_graph.common.fp8_calls import Fp8RegionState
 from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.capture.layout import order_of_dims
 from te_graph.graphs.capture.request import SeenGradients
@@ -47,6 +48,7 @@ class LayerCall:
     arguments: CallArguments | None = None
     obstacle: str | None = None
     autocast: AutocastState = field(default_factory=AutocastState.now)
+    fp8_region: Fp8RegionState = field(default_factory=Fp8RegionState.now)
     grad_enabled: bool = True
     fed_by: list[LayerCall] = field(default_factory=list)
     inner: list[LayerCall] = field(default_factory=list)

@@ -100,7 +100,7 @@ class LayerCaptures:
 
     def _conditions(self, call: LayerCall) -> tuple:
         """Device and modes, which all layers of one capture have in common."""
-        return self._devices[call], call.autocast, call.grad_enabled
+        return self._devices[call], call.autocast, call.fp8_region, call.grad_enabled
 
     def _segments(self, calls: Sequence[LayerCall]) -> Iterator[list[LayerCall]]:
         """Those of ``calls`` of which each feeds the next, two or more."""
@@ -138,7 +138,8 @@ class LayerCaptures:
         jobs = [self._jobs[call] for call in calls]
         group = CaptureGroup(self._devices[calls[0]], options)
         try:
-            with calls[0].autocast.again(), torch.set_grad_enabled(calls[0].grad_enabled):
+            first = calls[0]
+            with first.autocast.again(), first.fp8_region.again(), torch.set_grad_enabled(first.grad_enabled):
                 capture_and_install(jobs, group, is_chain=is_chain, step_state=self.step_state)
         except Exception as error:
             labels = [job.label for job in jobs]
