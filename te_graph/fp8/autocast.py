@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from te_graph import _C
 from te_graph.common.dispatch import is_in_backward
+from te_graph.common.fake_mode import is_in_fake_mode
 from te_graph.common.fp8_calls import tell_region_by
 from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
@@ -129,9 +130,9 @@ class fp8_autocast(contextlib.ContextDecorator):
         outer = _regions.leave(self)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
         # its replays, or where an evaluation follows. An evaluation updates nothing, nor does what a backward computes
-        # again, on a GPU on a thread of autograd's that does not know of the regions around.
+        # again, on a GPU on a thread of autograd's that does not know of the regions around, nor what has no values.
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
-        if kind is not None or is_evaluation or is_in_backward():
+        if kind is not None or is_evaluation or is_in_backward() or is_in_fake_mode():
             return
         if _C.HostSteps.is_noting():
             if not any(is_captured for _, is_captured in _regions.entered):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
+from te_graph.common.fake_mode import is_in_fake_mode
 from te_graph.common.gradient_state import has_gradient_hooks
 from te_graph.fp8.autocast import current_region, is_in_region
 from te_graph.fp8.layer_state import has_state, load_state_, state_of
@@ -56,8 +57,9 @@ class FP8Layer(ReadyForCapture):
         return is_weight and self.fuse_wgrad_accumulation and is_in_region() and not has_gradient_hooks(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has scales and FP8 weights of its own."""
-        loaded = MarkedState(state_of(self), None) if has_state(self) else None
+        """Of a copy, which has scales and FP8 weights of its own, if it has values."""
+        is_kept = has_state(self) and not is_in_fake_mode()
+        loaded = MarkedState(state_of(self), None) if is_kept else None
         return {**self.__dict__, "fp8": None, "fp8_evaluated": None, "loaded_state": loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.fake_mode import has_no_values
 from te_graph.fp8.activation import Activation
 from te_graph.fp8.autocast import is_in_region, note_call
 from te_graph.fp8.linear import Linear
@@ -144,7 +145,8 @@ def _is_plain(linear: nn.Module) -> bool:
     if type(linear) is not Linear or linear.shard is not None or linear.return_bias or not has_no_hooks(linear):
         return False
     weight = linear.weight
-    return not weight.is_meta and not any(size % FEATURES_MULTIPLE for size in weight.shape) and weight.numel() > 0
+    fits = not any(size % FEATURES_MULTIPLE for size in weight.shape) and weight.numel() > 0
+    return fits and not has_no_values(weight)
 
 
 def has_no_hooks(module: nn.Module) -> bool:

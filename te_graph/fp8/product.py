@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.captured_backward import noting_in_backward
+from te_graph.common.fake_mode import has_no_values, is_in_fake_mode, is_traced
 from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, note_call
 from te_graph.fp8.fp8_module import FP8Module
@@ -28,7 +29,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     """
     try:
         member = module.fp8
-        if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
+        is_usual = member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation
+        if is_usual and not is_in_fake_mode():
             y = _C.fast_fp8_product(member.products, x, weight, bias)
             if y is not None:
                 return y
@@ -125,7 +127,8 @@ def prepare_call(module: FP8Module, x: Tensor, weight: Tensor, dtype: torch.dtyp
         weight: read once, as a property may draw another one each time.
         dtype: of the result, where that is known.
     """
-    if weight.is_meta:  # shapes are those of the plain layer, and there are no values to scale
+    if has_no_values(weight):  # shapes are those of the plain layer, and there are no values to scale
+        _refuse_trace()
         excuse_region()
         return None
     checkpoints = Checkpoints() if may_be_checkpointed() else None
@@ -154,6 +157,17 @@ def prepare_call(module: FP8Module, x: Tensor, weight: Tensor, dtype: torch.dtyp
         note_captured_fp8_call()
     noted_by = checkpoints if checkpoints is not None and checkpoints.noting else None
     return PreparedCall(module, member, dtype, is_training, noted_by=noted_by)
+
+
+def _refuse_trace() -> None:
+    """Raise RuntimeError if a program is made of what would be computed in FP8."""
+    region = current_region()
+    if region is not None and region.enabled and is_traced():
+        raise RuntimeError(
+            "te_graph.Linear: expected a call outside of fp8_autocast where torch.export or make_fx traces without "
+            "values, since scales are state that a program does not have, got one in a region: trace the model outside "
+            "of it, or in fp8_autocast(enabled=False), for a program in high precision"
+        )
 
 
 def _check_features(module: FP8Module, x: Tensor, weight: Tensor) -> None:
