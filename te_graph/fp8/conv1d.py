@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_graph.common.opaque import opaque
 from te_graph.fp8.fp8_layer import FP8Layer
 from te_graph.fp8.product import product_in_fp8
+from te_graph.fp8.tensor_arguments import check_tensors
 
 _HOME, _NAME, _CONVERTED = "transformers.pytorch_utils", "Conv1D", "ConvertedConv1D"
 
@@ -64,8 +65,12 @@ def converted_class() -> type[nn.Module]:
 
             Stream and capture: as of ``te_graph.Linear``.
             """
-            y = product_in_fp8(self, x, self.weight, self.bias)
-            return super().forward(x) if y is None else y
+            try:
+                y = product_in_fp8(self, x, self.weight, self.bias)
+                return super().forward(x) if y is None else y
+            except (TypeError, AttributeError):
+                check_tensors(_CONVERTED, x=x)
+                raise
 
     return ConvertedConv1D
 

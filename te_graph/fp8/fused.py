@@ -17,6 +17,7 @@ from te_graph.fp8.membership import FEATURES_MULTIPLE
 from te_graph.fp8.norm import Norm
 from te_graph.fp8.product import PreparedCall, prepare_call
 from te_graph.fp8.recomputation import Checkpoints, may_be_checkpointed
+from te_graph.fp8.tensor_arguments import check_tensors
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -44,18 +45,22 @@ def run_stages(
     Returns:
         y [..., out], and the norm's sum, as the residual, or None without one.
     """
-    if getattr(stages[0].linear, "shard", None) is None:  # of split layers ranks may have rows between them
-        _check_residual(name, x, residual, features)
-    if _can_be_fused(stages, x, residual):
-        note_call()
-        weights = [stage.linear.weight for stage in stages]  # read once, as in Linear
-        first = prepare_call(stages[0].linear, x, weights[0])
-        others = [
-            prepare_call(stage.linear, x, weight, first.dtype)
-            for stage, weight in zip(stages[1:], weights[1:], strict=True)
-        ]
-        return _fused(stages, weights, [first, *others], x, residual)
-    return _one_by_one(stages, x, residual)
+    try:
+        if getattr(stages[0].linear, "shard", None) is None:  # of split layers ranks may have rows between them
+            _check_residual(name, x, residual, features)
+        if _can_be_fused(stages, x, residual):
+            note_call()
+            weights = [stage.linear.weight for stage in stages]  # read once, as in Linear
+            first = prepare_call(stages[0].linear, x, weights[0])
+            others = [
+                prepare_call(stage.linear, x, weight, first.dtype)
+                for stage, weight in zip(stages[1:], weights[1:], strict=True)
+            ]
+            return _fused(stages, weights, [first, *others], x, residual)
+        return _one_by_one(stages, x, residual)
+    except (TypeError, AttributeError):
+        check_tensors(name, input=x, residual=residual, may_be_none=("residual",))
+        raise
 
 
 def _one_by_one(stages: Sequence[Stage], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,7 @@ from te_graph.fp8.layer_state import load_state_, state_of
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.parallel import Shard
 from te_graph.fp8.product import product_in_fp8
+from te_graph.fp8.tensor_arguments import check_tensors
 from te_graph.fp8.weight_mark import plain_weight
 
 
@@ -66,9 +67,9 @@ class Linear(nn.Linear, FP8Layer):
             whole layer.
 
     Raises:
-        TypeError: both ``dtype`` and ``params_dtype``; a group that is none. In a call, inside a region: an input that
-            is not of the weight's dtype, without ``torch.autocast``; a weight that is of float64, parametrized, or
-            sharded by others.
+        TypeError: both ``dtype`` and ``params_dtype``; a group that is none. In a call: an input that is no tensor;
+            inside a region one that is not of the weight's dtype, without ``torch.autocast``; a weight that is of
+            float64, parametrized, or sharded by others.
         ValueError: a ``parallel_mode`` of another name, or without a group; features that the group's size does not
             divide. In a call, inside a region: a weight on another device than the input; float16 under
             ``torch.autocast``. In a backward: a ``main_grad`` that is not contiguous, of the weight's shape and device,
@@ -168,17 +169,21 @@ class Linear(nn.Linear, FP8Layer):
 
         Stream and capture: as the class says.
         """
-        bias, shard = self.bias, self.shard
-        if shard is None:
-            y = self._product(input, None if self.return_bias else bias)
-        elif shard.is_row:
-            y = shard.leave(self._product(input, None))
-            bias = shard.whole_bias(bias)
-            if bias is not None and not self.return_bias:
-                y = y + bias.to(y.dtype)
-        else:
-            y = self._product(shard.enter(input), None if self.return_bias else bias)
-        return (y, bias) if self.return_bias else y
+        try:
+            bias, shard = self.bias, self.shard
+            if shard is None:
+                y = self._product(input, None if self.return_bias else bias)
+            elif shard.is_row:
+                y = shard.leave(self._product(input, None))
+                bias = shard.whole_bias(bias)
+                if bias is not None and not self.return_bias:
+                    y = y + bias.to(y.dtype)
+            else:
+                y = self._product(shard.enter(input), None if self.return_bias else bias)
+            return (y, bias) if self.return_bias else y
+        except (TypeError, AttributeError):
+            check_tensors("te_graph.Linear", input=input)
+            raise
 
     def _mark_parameters(self) -> None:
         if self.shard is not None:

@@ -13,6 +13,7 @@ from te_graph.common.opaque import opaque
 from te_graph.fp8.fused import Stage, has_no_hooks, run_stages
 from te_graph.fp8.layer_norm_mlp import LayerNormMLP
 from te_graph.fp8.multihead_attention import MASK_TYPES, MultiheadAttention
+from te_graph.fp8.tensor_arguments import check_tensors
 
 
 class TransformerLayer(nn.Module):
@@ -135,22 +136,27 @@ class TransformerLayer(nn.Module):
                 "te_graph.TransformerLayer: expected an attention_mask with self_attn_mask_type='arbitrary' and none "
                 f"otherwise, got {'one' if attention_mask is not None else 'none'} with {mask_type!r}"
             )
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise TypeError(
-                "te_graph.TransformerLayer: expected an attention_mask of torch.bool, true where a query does not look "
-                f"at a key, got {attention_mask.dtype}"
-            )
-        attention, mlp, given = self.self_attention, self.layernorm_mlp, (attention_mask, mask_type, rotary_pos_emb)
-        drops = self.training and self.hidden_dropout > 0
-        parts = ((attention, MultiheadAttention), (mlp, LayerNormMLP))
-        if drops or not all(type(part) is kind and has_no_hooks(part) for part, kind in parts):
-            attended = self._dropped(attention(hidden_states, *given))
-            y, total = mlp(attended, hidden_states)
-            return total + self._dropped(y)
-        context = attention.attend(attention.layernorm_qkv(hidden_states), *given)
-        stages = [Stage(None, attention.proj), *mlp.stages()]
-        y, total = run_stages("te_graph.TransformerLayer", stages, context, hidden_states, self.hidden_size)
-        return total + y
+        try:
+            if attention_mask is not None and attention_mask.dtype != torch.bool:
+                raise TypeError(
+                    "te_graph.TransformerLayer: expected an attention_mask of torch.bool, true where a query does not "
+                    f"look at a key, got {attention_mask.dtype}"
+                )
+            attention, mlp, given = self.self_attention, self.layernorm_mlp, (attention_mask, mask_type, rotary_pos_emb)
+            drops = self.training and self.hidden_dropout > 0
+            parts = ((attention, MultiheadAttention), (mlp, LayerNormMLP))
+            if drops or not all(type(part) is kind and has_no_hooks(part) for part, kind in parts):
+                attended = self._dropped(attention(hidden_states, *given))
+                y, total = mlp(attended, hidden_states)
+                return total + self._dropped(y)
+            context = attention.attend(attention.layernorm_qkv(hidden_states), *given)
+            stages = [Stage(None, attention.proj), *mlp.stages()]
+            y, total = run_stages("te_graph.TransformerLayer", stages, context, hidden_states, self.hidden_size)
+            return total + y
+        except (TypeError, AttributeError):
+            given = {"attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb}
+            check_tensors("te_graph.TransformerLayer", hidden_states=hidden_states, may_be_none=tuple(given), **given)
+            raise
 
     def _dropped(self, x: Tensor) -> Tensor:
         """x [...] without some of its elements, in training."""

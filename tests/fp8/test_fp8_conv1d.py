@@ -107,6 +107,14 @@ def test_gradients_add_up_where_they_are(device: str) -> None:
     assert len(pointers) == 1
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_is_no_tensor_is_refused_by_name(enabled: bool) -> None:
+    conv = convert(nn.Sequential(Conv1D(64, 32)))
+    message = "^ConvertedConv1D: expected x to be a tensor, got NoneType$"
+    with tg.fp8_autocast(enabled=enabled), pytest.raises(TypeError, match=message):
+        conv(None)
+
+
 def test_outside_of_regions_they_are_what_they_were() -> None:
     layer = Conv1D(64, 32)
     x = torch.randn(4, 32)
