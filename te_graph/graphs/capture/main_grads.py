@@ -37,23 +37,24 @@ def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
     ``main_grad`` keeps its old values, and it keeps them if no backward reaches the parameter.
 
     Args:
-        parameters: a parameter or several [...], each with a ``main_grad``.
+        parameters: a parameter or several [...], such as all of a model. Those without a ``main_grad`` are passed over,
+            as ``zero_grad()`` passes over those without a ``.grad``, which it alone drops.
 
     Raises:
-        ValueError: a parameter has no ``main_grad``.
+        ValueError: no parameter has a ``main_grad``.
         TypeError: what is no tensor.
 
     Stream and capture: launches nothing.
     """
     chosen = as_sequence("reset_main_grads", "parameters", parameters)
     check_members("reset_main_grads", "parameters", chosen)
-    for position, parameter in enumerate(chosen):
-        if main_grad_of(parameter) is None:
-            raise ValueError(
-                f"reset_main_grads: expected parameters with a main_grad, got number {position} of shape "
-                f"{list(parameter.shape)} without one"
-            )
-    for parameter in chosen:
+    held = [parameter for parameter in chosen if main_grad_of(parameter) is not None]
+    if chosen and not held:
+        raise ValueError(
+            f"reset_main_grads: expected parameters of which some have a main_grad, got {len(chosen)} without one: "
+            "zero_grad() drops .grad"
+        )
+    for parameter in held:
         gradient_state(parameter).main_grad_reset.is_pending = True
 
 

@@ -134,8 +134,21 @@ def test_replaced_main_grad_is_an_error_that_names_it(device: str) -> None:
         graphed(sample(device, torch.bfloat16))
 
 
-def test_reset_main_grads_refuses_a_parameter_without_one(device: str) -> None:
-    with pytest.raises(ValueError, match="expected parameters with a main_grad, got number 0"):
+def test_reset_main_grads_passes_over_parameters_without_one(device: str) -> None:
+    layer, x = nn.Linear(6, 6, device=device), torch.randn(4, 6, device=device)
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    tg.make_graphed_callables(layer, (x,))
+    layer(x).square().sum().backward()
+    once = [layer.weight.main_grad.clone(), layer.bias.grad.clone()]
+    tg.reset_main_grads(layer.parameters())
+    layer(x).square().sum().backward()
+    assert torch.equal(layer.weight.main_grad, once[0])
+    assert torch.equal(layer.bias.grad, 2 * once[1])
+
+
+def test_reset_main_grads_refuses_parameters_without_any(device: str) -> None:
+    tg.reset_main_grads([])
+    with pytest.raises(ValueError, match=r"expected parameters of which some have a main_grad, got 2 without one"):
         tg.reset_main_grads(nn.Linear(2, 2, device=device).parameters())
     with pytest.raises(TypeError, match=r"expected parameters to be a tensor .*, got Linear: pass its parameters\(\)$"):
         tg.reset_main_grads(nn.Linear(2, 2, device=device))  # type: ignore[arg-type]
