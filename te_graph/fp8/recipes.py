@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Within these 448 * 2**-margin divided by the largest float32, the smallest scale that there is, is not 0, and of
+# 57344 * 2**-margin, that of an amax of 1, the inverse is no subnormal number.
+_LEAST_MARGIN, _GREATEST_MARGIN = -110, 29
+
 
 class Format(enum.Enum):
     """FP8 formats of a recipe: (of activations and weights, of gradients)."""
@@ -55,7 +59,7 @@ class DelayedScaling(Recipe):
     backward, while gradients are recorded.
 
     Attributes:
-        margin: powers of two to stay below the largest number.
+        margin: powers of two to stay below the largest number, -110 to 29.
         fp8_format: the formats.
         amax_history_len: number of amaxes that are kept.
         amax_compute_algo: "max" of the history, or "most_recent".
@@ -63,8 +67,8 @@ class DelayedScaling(Recipe):
 
     Raises:
         TypeError: ``fp8_format`` is no ``Format``.
-        ValueError: a ``margin`` that is no finite number, an ``amax_history_len`` that is no positive integer, or an
-            ``amax_compute_algo`` of another name.
+        ValueError: a ``margin`` that is no number, or one with which scales would be 0 or infinite, an
+            ``amax_history_len`` that is no positive integer, or an ``amax_compute_algo`` of another name.
     """
 
     margin: float = 0
@@ -77,6 +81,11 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         if isinstance(self.margin, bool) or not isinstance(self.margin, int | float) or not math.isfinite(self.margin):
             raise ValueError(f"DelayedScaling: expected margin to be a finite number, got {self.margin!r}")
+        if not _LEAST_MARGIN <= self.margin <= _GREATEST_MARGIN:
+            raise ValueError(
+                f"DelayedScaling: expected margin to be from {_LEAST_MARGIN} to {_GREATEST_MARGIN}, beyond which "
+                f"scales become 0 or infinite, got {self.margin!r}"
+            )
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(
                 f"DelayedScaling: expected amax_history_len to be a positive integer, got {self.amax_history_len!r}"

@@ -208,6 +208,8 @@ def test_old_and_new_names() -> None:
         (lambda: tg.fp8_autocast(fp8_group="world"), TypeError, "to be a torch.distributed.ProcessGroup, got str"),
         (lambda: tg.DelayedScaling(margin="1"), ValueError, "expected margin to be a finite number, got '1'"),
         (lambda: tg.DelayedScaling(margin=float("inf")), ValueError, "expected margin to be a finite number, got inf"),
+        (lambda: tg.DelayedScaling(margin=160), ValueError, "DelayedScaling: expected margin to be from -110 to 29, "),
+        (lambda: tg.DelayedScaling(margin=-110.5), ValueError, "scales become 0 or infinite, got -110.5"),
         (lambda: tg.DelayedScaling(amax_history_len=0), ValueError, "expected amax_history_len to be a positive int"),
         (lambda: tg.DelayedScaling(amax_compute_algo="mean"), ValueError, "to be 'max' or 'most_recent', got 'mean'"),
         (

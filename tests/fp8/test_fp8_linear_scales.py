@@ -287,3 +287,18 @@ def test_an_evaluation_does_not_take_up_what_an_exception_left(device: str) -> N
     with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["max"]):
         layer(x * 2)
     assert same_bits(layer.get_extra_state(), before)
+
+
+@pytest.mark.parametrize("margin", [-110, 29])
+@pytest.mark.parametrize("fp8_format", tg.Format)
+@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-126, 1.0, torch.finfo(torch.float32).max])
+def test_with_any_margin_states_can_be_loaded(device: str, margin: float, fp8_format: tg.Format, amax: float) -> None:
+    layer, other = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+    recipe = tg.DelayedScaling(amax_history_len=2, margin=margin, fp8_format=fp8_format)
+    for _ in range(3):
+        with tg.fp8_autocast(recipe=recipe):
+            y = layer(torch.full((8, WIDTH), amax, device=device))
+        y.backward(torch.full_like(y, amax))
+    layer.fp8.update_if_due()
+    other.set_extra_state(layer.get_extra_state())
+    assert same_bits(other.get_extra_state()[0], layer.get_extra_state()[0])
