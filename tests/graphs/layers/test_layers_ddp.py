@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from blocks import Block, InTurn, batch
@@ -82,3 +84,35 @@ def train_static_graph(rank: Rank, as_view: bool) -> None:
 @pytest.mark.parametrize("as_view", [False, True])
 def test_a_static_graph_that_begins_with_the_watched_step(ranks: Ranks, seed: int, as_view: bool) -> None:
     ranks.run(train_static_graph, seed, as_view)
+
+
+def train_after_a_forward(rank: Rank, watched: str, forwards: str) -> None:
+    """No backward follows the watched step, nor some forwards behind it, which the reducer waits for all the same."""
+    model = InTurn(Block(), Block()).to(rank.device)
+    wrapped = [DistributedDataParallel(one) for one in (model, eager_copy(model))]
+    torch.manual_seed(rank.rank)  # unequal data
+    x = batch(rank.device)
+    if watched == "function":  # of the user's code, which runs as it is
+        tg.graph_layers(wrapped[0], lambda: wrapped[0](x).square().mean())
+        wrapped[1](x).square().mean()
+    else:
+        tg.graph_layers(wrapped[0], x)
+    for forward in forwards:
+        seen = []
+        for one in wrapped:
+            with torch.set_grad_enabled(forward != "n"), one.no_sync() if forward == "a" else contextlib.nullcontext():
+                loss = one(x).square().mean()
+            if forward in "ab":
+                loss.backward()
+            seen.append(gradients_of([*one.parameters()]))
+        assert_bitwise_equal(*seen)
+    assert [layer.te_graph.info()["recaptures"] for layer in model.layers] == [0, 0]
+
+
+@pytest.mark.parametrize("watched", ["function", "batch"])
+@pytest.mark.parametrize("forwards", ["abb", "bfb", "nfab", "ffb"])
+def test_forwards_without_a_backward_are_to_the_reducer_what_eager_ones_are(
+    ranks: Ranks, seed: int, watched: str, forwards: str
+) -> None:
+    """f: a forward, n: one without gradients, a: with a backward that is not reduced, b: with one that is."""
+    ranks.run(train_after_a_forward, seed, watched, forwards)
