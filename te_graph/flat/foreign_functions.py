@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from te_graph import _C
-from te_graph.common.gradient_state import expect_whole_gradients, flat_of, gradient_state, main_grad_of
+from te_graph.common.gradient_state import expect_whole_gradients, flat_of, main_grad_of
 from te_graph.common.loaded_names import replace_in_modules
 from te_graph.common.opaque import opaque
-from te_graph.flat.zeros import set_to_zero_
+from te_graph.flat.zeros import zero_flat_grads
 from te_graph.multi_tensor.clip import clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -44,25 +43,9 @@ def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:
         zero_grad(self, set_to_none)
         parameters = list(self.parameters())
         if _may_be_elsewhere(parameters):
-            _zero_flat_grads(parameters, set_to_none)
+            zero_flat_grads(parameters, set_to_none)
 
     return zero_all_grads
-
-
-@opaque
-def _zero_flat_grads(parameters: Iterable[Tensor], set_to_none: bool) -> None:
-    """Drop, or set to zero, the gradients of those ``parameters`` [...] that are flat, with what was put aside of
-    them."""
-    by_flat: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        by_flat.setdefault(flat_of(parameter), []).append(parameter)
-    by_flat.pop(None, None)
-    for flat, members in by_flat.items():
-        gradients = _C.FlatGradients([gradient_state(parameter).flat_gradient for parameter in members])
-        if set_to_none:
-            gradients.drop()
-        else:
-            set_to_zero_(flat, members, gradients)
 
 
 def _of_all_gradients(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:

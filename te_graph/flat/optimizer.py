@@ -19,7 +19,7 @@ from te_graph.common.uncopyable import Uncopyable
 from te_graph.flat.flat_buffer import gradient_of
 from te_graph.flat.optimizer_state import PartStates, check_shapes, load_part, settings_of, whole_states
 from te_graph.flat.segments import ParameterVersions, segments_of
-from te_graph.flat.zeros import set_to_zero_
+from te_graph.flat.zeros import set_to_zero_, zero_flat_grads
 
 if TYPE_CHECKING:
     from te_graph.flat.flat_parameters import FlatParameters
@@ -84,8 +84,9 @@ class FlatOptimizer(Uncopyable, Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(settings_of(inner))
         self.defaults = self.inner.defaults
-        everyone = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.state = PartStates(everyone, self._all_segments, self.inner)
+        self.state = PartStates(self._members(), self._all_segments, self.inner)
+        trained = set(map(id, self._parameters()))
+        self._frozen = [one for one in self._members() if id(one) not in trained]
         self._of_frozen: dict[Tensor, dict[str, Any]] = {}  # what was loaded for these, whose training may go on later
         self._before_trial: dict[Tensor, dict[str, Any]] | None = None
         self._versions = ParameterVersions(self._copied)
@@ -145,11 +146,16 @@ class FlatOptimizer(Uncopyable, Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters of ``param_groups``, ``main_grad`` included: the next backward stores.
+        Also of frozen ones, and of all that are no longer flat.
 
         Args:
             set_to_none: False: set those that are there to zero instead; the next step has momentum and decay act.
         """
         self.flat.reducer.finish_failed_backward()
+        if self.flat.reducer.is_closed or any(one.grad is not None or flat_of(one) is not None for one in self._frozen):
+            super().zero_grad(set_to_none)
+            zero_flat_grads(self._members(), set_to_none)
+            return
         if set_to_none:
             self._gradients.drop()
             return
@@ -228,10 +234,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
         self.flat.wait_for_parameters()
         # What has no states, as of an optimizer that has not stepped, leaves them to be made.
         are_made = bool(state_dict["state"])
-        trained = set(map(id, self._parameters()))
-        frozen = (one for group in self.param_groups for one in group["params"] if id(one) not in trained)
         given = state_dict["state"]
-        self._of_frozen = {one: copy.deepcopy(given[keys[id(one)]]) for one in frozen if keys[id(one)] in given}
+        self._of_frozen = {one: copy.deepcopy(given[keys[id(one)]]) for one in self._frozen if keys[id(one)] in given}
         self.load_parts(groups, list(map(load_part, self._all_segments, states)), are_made)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -306,7 +310,10 @@ class FlatOptimizer(Uncopyable, Optimizer):
         for buffer in self.flat.buffers:
             buffer.settle_()
 
-    def _parameters(self) -> list[Tensor]:
+    def _members(self) -> list[Tensor]:  # [...] each
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _parameters(self) -> list[Tensor]:  # [...] each
         return [parameter for parameters in self.trained for parameter in parameters]
 
     def _is_trial(self) -> bool:
