@@ -28,6 +28,7 @@ class BucketReductions:
         self._buffers, self._reduction, self._side = buffers, reduction, side
         self._carried = CarriedGradients(buffers)
         self._has_begun = False
+        self._zeros: set[int] = set()  # ids of parameters, set to zero since the last backward or reduction
         self._buckets = [(buffer, place) for buffer in buffers for place in range(len(buffer.layout.buckets))]
         self.bucket_sizes = [len(buffer.layout.buckets[place].members) for buffer, place in self._buckets]
 
@@ -35,6 +36,7 @@ class BucketReductions:
         """Called when a backward begins."""
         self._has_begun = True
         self.prepare()
+        self._zeros.clear()
 
     def prepare(self) -> None:
         """Called before more is added to what has been reduced, or it would be reduced again."""
@@ -64,6 +66,7 @@ class BucketReductions:
         for buffer in self._buffers:
             buffer.all_gradients.note_reduced()
         self._carried.note_reduced()
+        self._zeros.clear()
 
     def run_as_in_backward(self, first: int, adopts: bool = True) -> None:
         """As ``run``, outside of a backward, where other ranks may be inside of one."""
@@ -90,14 +93,26 @@ class BucketReductions:
             "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
         )
         self._carried.expect_none(message)
-        if self._reduction.is_sharded and self._has_begun and any(map(_is_not_reduced, self._buffers)):
+        if self._reduction.is_sharded and self._has_begun and any(map(self._has_unreduced, self._buffers)):
             raise RuntimeError(message)
         check = weak_method(self, "expect_reduced")
         before_replay(lambda: check(op))
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Called when gradients of ``parameters`` [...] are overwritten: what had been reduced is not added to them."""
+    def note_zeros(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are set to zero; where that is captured, before each replay.
+        What had been reduced is not added to them, and zeros, which ranks have alike, count as reduced."""
+        parameters = list(parameters)
         self._carried.forget(parameters)
+        self._zeros.update(map(id, parameters))
+        note = weak_method(self, "note_zeros")
+        before_replay(lambda: note(parameters))
+
+    def _has_unreduced(self, buffer: FlatBuffer) -> bool:
+        """Whether gradients in ``buffer`` are those of this rank alone."""
+        if buffer.all_gradients.is_reduced():
+            return False
+        missing = set(buffer.all_gradients.missing())
+        return any(n not in missing and id(one) not in self._zeros for n, one in enumerate(buffer.parameters))
 
     def _take_reduced(self) -> bool:
         """Whether there has been a reduction since this was asked last."""
@@ -113,9 +128,3 @@ class BucketReductions:
     def _run_bucket(self, number: int, adopts: bool = True) -> None:
         buffer, place = self._buckets[number]
         self._reduction.run_(buffer, place, self._carried.of(buffer, buffer.layout.buckets[place]), adopts)
-
-
-def _is_not_reduced(buffer: FlatBuffer) -> bool:
-    """Whether gradients in ``buffer`` are those of this rank alone."""
-    gradients = buffer.all_gradients
-    return not gradients.is_reduced() and len(gradients.missing()) < len(buffer.parameters)

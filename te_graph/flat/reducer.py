@@ -85,10 +85,10 @@ class Reducer(DeferredSync, OwnObject):
         """
         self._reductions.expect_reduced(op)
 
-    def forget_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """Called when gradients of ``parameters`` [...] are set to zero: what had been reduced is not added to the next
-        ones."""
-        self._reductions.forget(parameters)
+    def note_zeros(self, parameters: Iterable[Tensor]) -> None:
+        """Called when gradients of ``parameters`` [...] are set to zero, which all ranks do: what had been reduced is
+        not added to the next ones, and zeros need no reduction."""
+        self._reductions.note_zeros(parameters)
 
     def finish_failed_backward(self) -> None:
         """Reduce what other ranks may have reduced in a backward that has failed since; it has to fail on all. A

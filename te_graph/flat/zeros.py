@@ -50,4 +50,4 @@ def set_to_zero_(flat: FlatParameters, parameters: Sequence[Tensor], gradients: 
     if there:
         torch._foreach_zero_([elsewhere.get(n, gradient_state(one).grad_memory) for n, one in there.items()])
     gradients.note_written()
-    flat.reducer.forget_reduced(there.values())
+    flat.reducer.note_zeros(there.values())
