@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.capture_state import is_captured
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
@@ -26,6 +27,7 @@ class BucketReductions:
 
     def __init__(self, buffers: Sequence[FlatBuffer], reduction: Reduction, side: SideStream) -> None:
         self._buffers, self._reduction, self._side = buffers, reduction, side
+        self._device = buffers[0].data.device
         self._carried = CarriedGradients(buffers)
         self._has_begun = False
         self._zeros: set[int] = set()  # ids of parameters, set to zero since the last backward or reduction
@@ -36,10 +38,16 @@ class BucketReductions:
         """Called when a backward begins."""
         self._has_begun = True
         self.prepare()
+        self._carried.note_begin()
         self._zeros.clear()
+
+    def note_end(self) -> None:
+        """Called when a backward has come through."""
+        self._carried.note_end()
 
     def prepare(self) -> None:
         """Called before more is added to what has been reduced, or it would be reduced again."""
+        self._note_own_zeros()
         self._carried.forget_dropped()
         if self._take_reduced() and not self._reduction.is_idempotent:
             self._carried.put_aside()
@@ -92,6 +100,7 @@ class BucketReductions:
             f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
             "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
         )
+        self._note_own_zeros()
         self._carried.expect_none(message)
         if self._reduction.is_sharded and self._has_begun and any(map(self._has_unreduced, self._buffers)):
             raise RuntimeError(message)
@@ -106,6 +115,11 @@ class BucketReductions:
         self._zeros.update(map(id, parameters))
         note = weak_method(self, "note_zeros")
         before_replay(lambda: note(parameters))
+
+    def _note_own_zeros(self) -> None:
+        """Called outside of backwards: what the user has set to zero by himself is zero, too."""
+        if not is_captured(self._device) and (zeros := self._carried.forget_overwritten()):
+            self.note_zeros(zeros)
 
     def _has_unreduced(self, buffer: FlatBuffer) -> bool:
         """Whether gradients in ``buffer`` are those of this rank alone."""

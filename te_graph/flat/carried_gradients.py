@@ -27,6 +27,18 @@ class _Aside(NamedTuple):
     parts: dict[int, Tensor]
 
 
+class _Left(NamedTuple):
+    """How a backward has left a gradient.
+
+    Attributes:
+        address: where it lies; None: in the buffer.
+        version: how often it had been written.
+    """
+
+    address: int | None
+    version: int
+
+
 class CarriedGradients(OwnObject):
     """Reduced gradients, kept out of the buffer while later backwards add to it. Meanwhile their places in the buffer
     hold -0.0, which changes no sum; the next reduction adds them to its results."""
@@ -34,11 +46,13 @@ class CarriedGradients(OwnObject):
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
         self._buffers = buffers
         self._aside: dict[FlatBuffer, _Aside] = {}
+        self._left: dict[FlatBuffer, dict[int, _Left]] = {}  # by their numbers; of what is aside, between backwards
         self._reduced_elsewhere = WeakTensorKeyDictionary()  # gradients [...] of the user's own
 
     def note_reduced(self) -> None:
         """All gradients have been; those aside are among them."""
         self._aside.clear()
+        self._left.clear()
         self._reduced_elsewhere = WeakTensorKeyDictionary(
             {grad: None for buffer in self._buffers for _, grad in buffer.all_gradients.elsewhere()}
         )
@@ -74,6 +88,42 @@ class CarriedGradients(OwnObject):
             if number not in missing and (number not in elsewhere or elsewhere[number] in self._reduced_elsewhere)
         }
 
+    def note_begin(self) -> None:
+        """Called when a backward begins: it writes from now on."""
+        self._left.clear()
+
+    def note_end(self) -> None:
+        """Called when a backward has come through: from now on it is the user who writes gradients."""
+        self._left = {
+            buffer: {number: left for number in aside.parts if (left := _left(buffer, number)) is not None}
+            for buffer, aside in self._aside.items()
+        }
+
+    @torch.no_grad()
+    def forget_overwritten(self) -> list[Tensor]:
+        """Called outside of backwards, before ``forget_dropped``: what the user has set to zero by himself since the
+        last one came through, or replaced, is not added to either. What has been written is known by its version, and
+        is set to zero if all of it is zero; that is waited for.
+
+        Returns:
+            The parameters [...] of what was set to zero.
+        """
+        written: list[tuple[FlatBuffer, int]] = []
+        for buffer, by_number in self._left.items():
+            for number, before in by_number.items():
+                now = _left(buffer, number)
+                if now is None or buffer not in self._aside:
+                    continue
+                if now.address != before.address:
+                    self._forget(buffer, [number])
+                elif now.version != before.version and number in self._aside[buffer].parts:
+                    written.append((buffer, number))
+        if any(_gradient(buffer, number).any() for buffer, number in written):
+            return []
+        zeros = [buffer.parameters[number] for buffer, number in written]
+        self.forget(zeros)
+        return zeros
+
     def forget_dropped(self) -> None:
         """Called before anything is written where a gradient was dropped, and before a reduction."""
         for buffer in list(self._aside):
@@ -103,6 +153,19 @@ class CarriedGradients(OwnObject):
     def of(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor | None:
         """Those of ``bucket`` of ``buffer``, [end - begin], -0.0 between; None: there are none."""
         return self._aside[buffer].values[bucket.begin : bucket.end] if buffer in self._aside else None
+
+
+def _gradient(buffer: FlatBuffer, number: int) -> Tensor | None:  # [...]
+    """What the user has of it."""
+    return buffer.memories[number] if buffer.has_main_grads else buffer.parameters[number].grad
+
+
+def _left(buffer: FlatBuffer, number: int) -> _Left | None:
+    grad = _gradient(buffer, number)
+    if grad is None:
+        return None
+    elsewhere = None if buffer.has_main_grads else buffer.gradients[number].elsewhere()
+    return _Left(None if elsewhere is None else elsewhere.data_ptr(), grad._version)
 
 
 def _fill_with_negative_zeros_(tensors: list[Tensor]) -> None:  # [...] each

@@ -135,6 +135,7 @@ class Reducer(DeferredSync, OwnObject):
                 buffer.settle_()
             if self._syncs or first > 0:
                 self._reductions.run(first)
+            self._reductions.note_end()
 
     def _after_failure(self, first: int) -> None:
         """Called before anything else is done with gradients: the last backward has failed, whose buckets were reduced

@@ -155,3 +155,65 @@ def scenario_zeros_of_a_graph(rank: Rank) -> None:
 
 def test_zeros_of_replays_need_no_reduction(ranks: Any, seed: int) -> None:
     ranks.run(scenario_zeros_of_a_graph, seed)
+
+
+ZEROS = {
+    "zero_": lambda grads: [one.zero_() for one in grads],
+    "foreach": torch._foreach_zero_,
+    "detached": lambda grads: [one.detach().mul_(0.0) for one in grads],
+    "by parts": lambda grads: [part.zero_() for one in grads for part in one.split(2)],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("by", ZEROS)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_zeros_of_a_loop_forget_what_was_reduced(dtype: torch.dtype, by: str, is_own: bool) -> None:
+    """As those of zero_grad do; also where ``.grad`` is a tensor of the user's own."""
+    model = nn.Linear(4, 4, dtype=dtype)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    optimizer = flat.optimizer(torch.optim.SGD, lr=0.1)
+    has_main_grads = dtype != torch.float32
+    for parameter in model.parameters() if is_own and not has_main_grads else ():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        backward(model)
+        with flat.no_sync():
+            backward(model)
+        ZEROS[by]([one.main_grad if has_main_grads else one.grad for one in model.parameters()])
+        before = model.weight.detach().clone()
+        optimizer.step()
+        assert same_bits(model.weight.detach(), before)
+        backward(model)
+        assert (model.weight.main_grad if has_main_grads else model.weight.grad).eq(1).all()
+        optimizer.zero_grad(set_to_none=False)
+    flat.close()
+
+
+def test_a_gradient_of_zeros_stays_added_to_what_was_reduced() -> None:
+    """No zeros are taken for the user's where a backward has made them, nor where the user writes other values, too."""
+    model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    model[1](model[0](x)).sum().backward()
+    expected = model[0].weight.grad.clone()
+    with flat.no_sync():
+        (model[1](model[0](x) * 0.0).sum()).backward()
+    for parameter in model.parameters():
+        torch.nan_to_num_(parameter.grad)
+    with flat.no_sync():
+        (model[1](model[0](x) * 0.0).sum()).backward()
+    flat.reduce_gradients()
+    assert same_bits(model[0].weight.grad, expected) and model[0].weight.grad.any()
+    flat.close()
+
+
+def test_a_gradient_that_is_replaced_forgets_what_was_reduced() -> None:
+    model = nn.Linear(4, 4)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    backward(model)
+    with flat.no_sync():
+        backward(model)
+    model.weight.grad = torch.full((4, 4), 6.0)
+    backward(model)
+    assert model.weight.grad.eq(4).all() and model.bias.grad.eq(3).all()
+    flat.close()
