@@ -20,11 +20,13 @@ class OwnGradients(NamedTuple):
         tensors: [n] each, all of it; what is missing as zeros.
         counted: [n] each, of these, what no other rank of ``groups`` counts in a norm, perhaps with zeros between.
         groups: the groups of which other ranks have the rest.
+        beside: parameters [...] each, whose ``.grad``, if they have one, is clipped together with these.
     """
 
     tensors: list[Tensor]
     counted: list[Tensor]
     groups: Sequence[ProcessGroup]
+    beside: Sequence[Tensor] = ()
 
 
 class GradientParts(abc.ABC):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from te_graph.common.gradient_parts import GradientParts, OwnGradients
 from te_graph.common.gradient_state import expect_whole_gradients, flat_of, main_grad_of
 from te_graph.common.loaded_names import replace_in_modules
 from te_graph.common.opaque import opaque
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 def include_main_grads() -> None:
     """From now on ``zero_grad`` of a module drops ``main_grad`` of flat parameters, too, and torch's clips do not pass
     over it, nor clip by the part of a gradient that this rank has reduced: ``clip_grad_norm_`` of all parameters of a
-    ``FlatParameters`` is te_graph's, and all else raises.
+    ``FlatParameters``, with others beside them or not, is te_graph's, and all else raises.
 
     torch has no hooks for these, so they are replaced, under every name that a loaded module has for them.
     ``zero_grad`` is so in its class, and not in the model: wrappers, whose own it is, and parts of the model have
@@ -48,6 +50,18 @@ def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:
     return zero_all_grads
 
 
+class _Beside(GradientParts):
+    """The gradients of a ``FlatParameters`` and, beside them, of parameters [...] that are not flat."""
+
+    def __init__(self, flat: FlatParameters, others: Sequence[Tensor]) -> None:
+        self._flat, self._others = flat, others
+
+    @contextlib.contextmanager
+    def gradient_parts(self) -> Iterator[OwnGradients]:
+        with self._flat.gradient_parts() as own:
+            yield own._replace(beside=self._others)
+
+
 def _of_all_gradients(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``clip`` by norm."""
 
@@ -59,7 +73,8 @@ def _of_all_gradients(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if _may_be_elsewhere(members):
             flat = _flat_with_all_gradients(members)
             if flat is not None:
-                return clip_grad_norm_(flat, *args, **kwargs)
+                others = [one for one in members if flat_of(one) is None]
+                return clip_grad_norm_(_Beside(flat, others), *args, **kwargs)
             _expect_whole(clip, members)
         return clip(members, *args, **kwargs)
 
@@ -88,14 +103,12 @@ def _may_be_elsewhere(parameters: Iterable[Tensor]) -> bool:  # [...] each
 
 @opaque
 def _flat_with_all_gradients(parameters: Iterable[Tensor]) -> FlatParameters | None:
-    """The ``FlatParameters`` whose gradients, of which some are elsewhere or in part, are those of ``parameters``
-    [...]: all that it has, and no others."""
+    """The one ``FlatParameters`` whose gradients, of which some are elsewhere or in part, are among those of
+    ``parameters`` [...]: all that it has."""
     given = {id(parameter): parameter for parameter in parameters}
     flats = {flat_of(parameter) for parameter in given.values()} - {None}
     flat = flats.pop() if len(flats) == 1 else None
     if flat is None or not (flat.sharding_group or any(buffer.has_main_grads for buffer in flat.buffers)):
-        return None
-    if any(one.grad is not None and flat_of(one) is None for one in given.values()):
         return None
     for buffer in flat.buffers:
         missing = set(buffer.all_gradients.missing())

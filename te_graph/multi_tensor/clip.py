@@ -79,10 +79,11 @@ def clip_grad_norm_(
     if isinstance(parameters, GradientParts):
         with parameters.gradient_parts() as own:
             _check_apart(op, process_groups, own.groups)
-            norm = total_norm(op, [Part(list_of(own.counted), own.groups)], norm_type, process_groups)
+            beside = parts_of(op, own.beside, True, norm_type)
+            norm = total_norm(op, [Part(list_of(own.counted), own.groups), *beside], norm_type, process_groups)
             if error_if_nonfinite:
                 raise_if_nonfinite(norm, norm_type)
-            clip_parts([Part(list_of(own.tensors))], max_norm, norm, _C.CLIP_EPS, found_inf)
+            clip_parts([Part(list_of(own.tensors)), *beside], max_norm, norm, _C.CLIP_EPS, found_inf)
         return norm
     sequence = _parameters(op, parameters)
     if not (process_groups or error_if_nonfinite or torch.compiler.is_compiling()):

@@ -140,14 +140,15 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", CLIPS)
 def test_clips_of_torch_do_not_pass_over_main_grads(name: str) -> None:
-    """What they are given is not all of a FlatParameters: a part of it, or other gradients beside it."""
+    """What they are given is a part of a FlatParameters, or, by value or a norm that is known, other gradients, too."""
     model, plain, x = mixed(), nn.Linear(4, 4), torch.ones(3, 4)
     flat = tg.FlatParameters(model)
     backward(model, x)
     plain(x).sum().backward()
     op = name.split()[0]
     message = rf"torch.nn.utils.{op}: gradients of flat parameters lie in main_grad.*te_graph.clip_grad_norm_\(flat"
-    for given in (model[0].parameters(), nn.ModuleList((model, plain)).parameters()):
+    everything = () if op == "clip_grad_norm_" else (nn.ModuleList((model, plain)).parameters(),)
+    for given in (model[0].parameters(), nn.ModuleList((model[0], plain)).parameters(), *everything):
         with pytest.raises(RuntimeError, match=message):
             CLIPS[name](given)
     for given in (model[1].parameters(), plain.weight):  # whose gradients are in .grad
@@ -174,6 +175,50 @@ def test_clips_of_all_parameters_are_those_of_te_graph(name: str) -> None:
     for one in flats:
         one.zero_grad()
         one.close()
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_norm_ bound before"])
+def test_clips_of_all_parameters_have_others_beside_them(name: str) -> None:
+    """As torch's, which does not ask whether a parameter requires a gradient."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+        one[0].requires_grad_(False)
+        one[1].weight.grad = one[1].bias.grad = None
+        one[1].to(BF16)
+    flat = tg.FlatParameters([*model[1].parameters()])
+    for one in (model, plain):
+        one[1](torch.ones(3, 4, dtype=BF16)).float().sum().backward()
+    norm, expected = CLIPS[name](model.parameters()), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-2, atol=0.0)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = one.main_grad if one.dtype == BF16 else one.grad
+        torch.testing.assert_close(grad, other.grad.float(), rtol=1e-2, atol=1e-4)
+    flat.close()
+
+
+def scenario_sharded_beside_others(rank: Rank) -> None:
+    """A gradient of another parameter, which all ranks have, counts once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one(torch.ones(3, 64)).sum().backward()
+        one[0].requires_grad_(False)
+    flat = tg.FlatParameters(model, shard="optimizer")
+    model[1](torch.ones(3, 64)).sum().backward()
+    plain[1](torch.ones(3, 64)).sum().backward()
+    norm, expected = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, plain))
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+    torch.testing.assert_close(tg.clip_grad_norm_(flat, 1.0), torch.nn.utils.clip_grad_norm_(plain[1].parameters(), 1))
+    flat.close()
+
+
+def test_clips_of_sharded_parameters_have_others_beside_them(ranks: Any) -> None:
+    ranks.run(scenario_sharded_beside_others, 1)
 
 
 def scenario_sharded(rank: Rank) -> None:
