@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +29,27 @@ def include_main_grads() -> None:
     over it, nor clip by the part of a gradient that this rank has reduced: ``clip_grad_norm_`` of all parameters of a
     ``FlatParameters``, with others beside them or not, is te_graph's, and all else raises.
 
-    torch has no hooks for these, so they are replaced, under every name that a loaded module has for them.
-    ``zero_grad`` is so in its class, and not in the model: wrappers, whose own it is, and parts of the model have
-    parameters of it as well, and what is put on a model is copied and saved with it. What takes its place changes
-    nothing for parameters that are not flat. ``get_total_norm`` is given gradients, not parameters, and stays as it is.
+    torch has no hooks for these. Its clips stay the objects that they are, so that pickles know them by name and
+    whoever has bound one before calls the new one: what they wrap is exchanged. ``zero_grad`` is replaced in its class,
+    and not in the model: wrappers, whose own it is, and parts of the model have parameters of it as well, and what is
+    put on a model is copied and saved with it. What takes its place changes nothing for parameters that are not flat.
+    ``get_total_norm`` is given gradients, not parameters, and stays as it is.
     """
-    checked = {id(one): _checked(one) for one in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_)}
-    by_norm = clip_grad.clip_grad_norm_
-    replace_in_modules({**checked, id(by_norm): _of_all_gradients(by_norm)})
+    for one in (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_):
+        _exchange(one, _checked)
+    _exchange(clip_grad.clip_grad_norm_, _of_all_gradients)
     nn.Module.zero_grad = _with_main_grads(nn.Module.zero_grad)
+
+
+def _exchange(clip: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let ``clip``, which torch has wrapped for ``no_grad``, call ``wrap`` of what it calls. One that is not wrapped,
+    as another library's in its place, is replaced under every name that a loaded module has for it."""
+    names = clip.__code__.co_freevars if inspect.isfunction(clip) else ()
+    if "func" in names:
+        cell = clip.__closure__[names.index("func")]
+        cell.cell_contents = wrap(cell.cell_contents)
+    else:
+        replace_in_modules({id(clip): wrap(clip)})
 
 
 def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ are refused."""
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from ranks import Rank, ranks_of
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as bound_before
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 import te_graph as tg
+from te_graph.flat import foreign_functions
 from te_graph.testing import same_bits
 
 BF16 = torch.bfloat16
@@ -130,12 +133,20 @@ def test_zero_grad_of_other_modules_is_that_of_torch() -> None:
     flat.close()
 
 
+# Made before the first FlatParameters.
+partials = [
+    functools.partial(bound_before, max_norm=0.1),
+    functools.partial(clip_grad_value_, clip_value=0.1),
+    functools.partial(clip_grads_with_norm_, max_norm=0.1),
+]
 CLIPS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
     "clip_grad_norm_ bound before": lambda params: bound_before(parameters=params, max_norm=0.1),
+    "clip_grad_norm_ in a partial": partials[0],
     "clip_grads_with_norm_": lambda params: torch.nn.utils.clip_grads_with_norm_(params, 0.1, torch.ones(())),
     "clip_grad_value_": lambda params: torch.nn.utils.clip_grad_value_(params, 0.1),
 }
+BY_NORM = [name for name in CLIPS if name.startswith("clip_grad_norm_")]
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -157,7 +168,7 @@ def test_clips_of_torch_do_not_pass_over_main_grads(name: str) -> None:
     flat.close()
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_norm_ bound before"])
+@pytest.mark.parametrize("name", BY_NORM)
 def test_clips_of_all_parameters_are_those_of_te_graph(name: str) -> None:
     """Also with frozen ones, and without those that have no gradient."""
     model, x = mixed(), torch.randn(3, 4)
@@ -177,7 +188,7 @@ def test_clips_of_all_parameters_are_those_of_te_graph(name: str) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_norm_ bound before"])
+@pytest.mark.parametrize("name", BY_NORM)
 def test_clips_of_all_parameters_have_others_beside_them(name: str) -> None:
     """As torch's, which does not ask whether a parameter requires a gradient."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
@@ -272,4 +283,31 @@ def test_what_torch_says_of_arguments_stays_so():
         nn.utils.clip_grad_norm_(exhausted, 1.0)
     with pytest.raises(AttributeError, match="'tuple' object has no attribute 'grad'"):
         nn.utils.clip_grad_norm_(model.named_parameters(), 1.0)
+    flat.close()
+
+
+def test_clips_of_torch_are_known_by_name() -> None:
+    """As for files, and for processes that are spawned."""
+    flat = tg.FlatParameters(nn.Linear(2, 2, dtype=BF16))
+    for partial in partials:
+        assert pickle.loads(pickle.dumps(partial)).func is partial.func
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_):
+        assert pickle.loads(pickle.dumps(clip)) is clip and copy.deepcopy(clip) is clip
+    flat.close()
+
+
+def test_a_clip_that_another_library_has_put_there_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clip(parameters: Any, max_norm: float) -> float:
+        return max_norm
+
+    monkeypatch.setattr(nn.utils.clip_grad, "clip_grad_norm_", clip)
+    for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+        monkeypatch.setattr(nn.utils.clip_grad, name, lambda parameters: None)
+    monkeypatch.setattr(nn.Module, "zero_grad", nn.Module.zero_grad)
+    foreign_functions.include_main_grads.__wrapped__()
+    model = nn.Linear(2, 2, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    backward(nn.Sequential(model, nn.Identity()), torch.ones(3, 2))
+    assert nn.utils.clip_grad.clip_grad_norm_([nn.Parameter(torch.ones(2))], 0.5) == 0.5
+    assert isinstance(nn.utils.clip_grad.clip_grad_norm_(model.parameters(), 0.5), Tensor)
     flat.close()
