@@ -53,14 +53,44 @@ def _exchange(clip: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Cal
 
 
 def _with_main_grads(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    # One that another library has put in its place may ask a module for more.
+    knows_parameters_alone = getattr(zero_grad, "__globals__", None) is vars(nn.modules.module)
+
     @functools.wraps(zero_grad)
     def zero_all_grads(self: nn.Module, set_to_none: bool = True) -> None:
-        zero_grad(self, set_to_none)
-        parameters = list(self.parameters())
-        if _may_be_elsewhere(parameters):
-            zero_flat_grads(parameters, set_to_none)
+        if torch.compiler.is_compiling() or not knows_parameters_alone:
+            zero_grad(self, set_to_none)
+            parameters = list(self.parameters())
+            if _may_be_elsewhere(parameters):
+                zero_flat_grads(parameters, set_to_none)
+            return
+        walked = _Walked(self)
+        zero_grad(walked, set_to_none)
+        if walked.hooked:
+            zero_flat_grads(walked.hooked, set_to_none)
 
     return zero_all_grads
+
+
+class _Walked:
+    """Stands in for a module whose parameters are gone through once, for that costs more than all else.
+
+    Attributes:
+        hooked: of the parameters [...], those that have hooks, as flat ones do and few others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.hooked: list[Tensor] = []
+
+    def parameters(self) -> Iterator[Tensor]:
+        for parameter in self._module.parameters():
+            if parameter._backward_hooks is not None:
+                self.hooked.append(parameter)
+            yield parameter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 class _Beside(GradientParts):

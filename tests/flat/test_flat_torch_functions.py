@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -139,6 +139,51 @@ partials = [
     functools.partial(clip_grad_value_, clip_value=0.1),
     functools.partial(clip_grads_with_norm_, max_norm=0.1),
 ]
+
+
+class Counting(nn.Linear):
+    walks = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self.walks += 1
+        return super().parameters(recurse)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_a_module_goes_through_it_once(set_to_none: bool) -> None:
+    """Which is what it costs; flat parameters are told from others on the way."""
+    model, plain, x = Counting(4, 4, dtype=BF16), Counting(4, 4), torch.ones(3, 4)
+    flat = tg.FlatParameters(model)
+    for one in (model, plain):
+        one(x.to(one.weight.dtype)).sum().backward()
+        one.walks = 0
+        one.zero_grad(set_to_none)
+        assert one.walks == 1
+    assert plain.weight.grad is None if set_to_none else plain.weight.grad.eq(0).all()
+    model(x.to(BF16)).sum().backward()
+    assert model.weight.main_grad.eq(3).all()
+    plain._is_replica = True
+    with pytest.warns(UserWarning, match="module created with nn.DataParallel"):
+        plain.zero_grad(set_to_none)
+    flat.close()
+
+
+def test_a_zero_grad_that_another_library_has_put_there_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(nn.Module, "zero_grad", lambda self, set_to_none=True: seen.append(self))
+    for name in ("_clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_"):
+        monkeypatch.setattr(nn.utils.clip_grad, name, lambda parameters: None)
+    foreign_functions.include_main_grads.__wrapped__()
+    model = nn.Linear(4, 4, dtype=BF16)
+    flat = tg.FlatParameters(model)
+    for _ in range(2):
+        model(torch.ones(3, 4, dtype=BF16)).sum().backward()
+        assert model.weight.main_grad.eq(3).all()
+        model.zero_grad()
+    assert seen == [model, model]
+    flat.close()
+
+
 CLIPS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
     "clip_grad_norm_ bound before": lambda params: bound_before(parameters=params, max_norm=0.1),
