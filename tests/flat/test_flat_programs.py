@@ -24,6 +24,7 @@ from te_graph import FlatGradScaler, FlatParameters
 from te_graph.flat.bucket_reductions import BucketReductions
 from te_graph.flat.carried_gradients import CarriedGradients
 from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.foreign_functions import _Beside
 from te_graph.flat.optimizer import FlatOptimizer
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
@@ -42,6 +43,9 @@ AT_ONCE, CREATE_GRAPH = ("backward", {"way": "at_once"}), ("backward", {"way": "
 REENTRANT = ("backward", {"checkpoints": ("", "reentrant")})
 REPLACE, OVERFLOW = ("replace", {"number": EMBEDDING}), ("step", {"overflows": EMBEDDING})
 CLIP, CLIP_NAN = ("clip", {"max_norm": 0.1}), ("clip", {"max_norm": 0.1, "poisoned": EMBEDDING})
+ZERO, OWN_ZEROS = ("zero", {}), ("zero", {"by": "user"})
+CLOSE_AND_ZERO = ("flatten_again", {"way": "close", "sets_to_none": False})
+LEFT_OVER = {"frozen": True, "left_over": True}
 LOW = {"dtypes": ("bfloat16",)}
 ONCE_FAILED = (
     program(BACKWARD, CLIP_NAN, DROP, BACKWARD, CLIP),
@@ -62,12 +66,21 @@ ONCE_FAILED = (
     program(BACKWARD, ("keep", {}), BACKWARD),
     program(("hook", {"kind": "after", "number": EMBEDDING}), BACKWARD, FAILING, STEP, **LOW),
     program(("hook", {"kind": "node", "number": EMBEDDING}), BACKWARD, STEP, **LOW),
-    program(BACKWARD, STEP, ("zero", {}), STEP, optimizer="momentum"),
+    program(BACKWARD, STEP, ZERO, STEP, optimizer="momentum"),
+    program(BACKWARD, ADDED, OWN_ZEROS, BACKWARD, STEP, gradient_scale=0.5),
+    program(BACKWARD, ADDED, OWN_ZEROS, STEP, BACKWARD, STEP, gradient_scale=0.5, **LOW),
+    program(BACKWARD, ADDED, REPLACE, BACKWARD, STEP, gradient_scale=0.5),
+    program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP),
+    program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP, **LOW, **LEFT_OVER),
+    program(BACKWARD, ("drop", {"by": "optimizer"}), BACKWARD, **LEFT_OVER),
+    program(BACKWARD, ("clip", {"max_norm": 0.1, "by": "torch"}), STEP, **LOW, **LEFT_OVER),
 )
 ONCE_FAILED_ON_TWO_RANKS = (
     program(REENTRANT, REENTRANT, REENTRANT, STEP, ties=("head",), has_head_bias=False, bucket_bytes=64),
     program(BACKWARD, BACKWARD, FAILING, DROP, BACKWARD, BACKWARD, STEP, bucket_bytes=64),
     program(BACKWARD, OVERFLOW, DROP, BACKWARD, STEP, shard="optimizer", scaled=True),
+    program(ADDED, ZERO, STEP, BACKWARD, STEP, shard="optimizer", optimizer="momentum"),
+    program(BACKWARD, ADDED, OWN_ZEROS, STEP, BACKWARD, STEP, shard="optimizer"),
     program(
         ("backward", {"uses": ((False, False), (False, False))}),
         ("backward", {"uses": ((True, False), (False, False))}),
@@ -133,6 +146,16 @@ DEFECTS = {
     "what was dropped is added": (
         skip(CarriedGradients, "_forget"),
         program(BACKWARD, ("backward", {"syncs": False}), DROP, BACKWARD, gradient_scale=0.5),
+    ),
+    "zeros of the user's are not seen": (
+        skip(CarriedGradients, "forget_overwritten"),
+        program(BACKWARD, ADDED, OWN_ZEROS, BACKWARD, gradient_scale=0.5),
+    ),
+    "gradients of others are not clipped": (
+        lambda monkeypatch: monkeypatch.setattr(
+            _Beside, "gradient_parts", lambda beside: beside._flat.gradient_parts()
+        ),
+        program(BACKWARD, ("clip", {"max_norm": 0.1, "by": "torch"}), **LOW, **LEFT_OVER),
     ),
     "gradients that are not reduced are stepped": (
         skip(BucketReductions, "expect_reduced"),

@@ -22,6 +22,7 @@ class FlatSide:
     def __init__(self, model: Model, flat: tg.FlatParameters) -> None:
         self.model, self.flat = model, flat
         self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.frozen = [one for one in model.parameters() if not one.requires_grad]
         self.no_sync = flat.no_sync
 
     def backward(self, loss: Tensor, **options: Any) -> None:  # []

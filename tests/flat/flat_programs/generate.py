@@ -20,6 +20,7 @@ _DTYPES = (
     (("bfloat16",), "float32"),
     (("bfloat16",), "bfloat16"),
 )
+_CLIPS = ("te_graph", "torch")
 _HOOKS = ("tensor", "after", "node")
 
 
@@ -42,6 +43,7 @@ def _setup(rng: random.Random) -> Setup:
         has_conv=rng.random() < 0.3,
         has_head_bias=rng.random() < 0.7,
         frozen=rng.random() < 0.3,
+        left_over=rng.random() < 0.7,
         grad_dtype=grad_dtype,
         shard=shard,
         gradient_scale=rng.choice((1.0, 0.5, 0.3)),
@@ -67,7 +69,7 @@ def _round(rng: random.Random, setup: Setup) -> Iterator[Step]:
             yield _between(rng, setup)
     if rng.random() < 0.8:
         yield _step(rng, setup)
-        yield from rng.choices(([_drop(rng)], [Step("zero")], []), (6, 1, 3))[0]
+        yield from rng.choices(([_drop(rng)], [_zero(rng)], []), (6, 1, 3))[0]
 
 
 def _backward(rng: random.Random, setup: Setup, syncs: bool) -> dict[str, Any]:
@@ -91,12 +93,12 @@ def _between(rng: random.Random, setup: Setup) -> Step:
     number = rng.randrange(100)
     steps = [
         _drop(rng),
-        Step("zero"),
+        _zero(rng),
         Step("reduce_gradients"),
         Step("keep"),
         Step("unhook"),
         Step("write", {"number": number}),
-        Step("clip", {"max_norm": 0.5, "poisoned": number}),
+        Step("clip", {"max_norm": 0.5, "poisoned": number, "by": rng.choice(_CLIPS)}),
         Step("save_and_load"),
     ]
     if not (setup.graphed and setup.has_main_grads):  # a graph does not add to .grad of the user's
@@ -104,16 +106,21 @@ def _between(rng: random.Random, setup: Setup) -> Step:
     if not setup.graphed:
         steps += [Step("hook", {"kind": kind, "number": number}) for kind in _HOOKS]
         steps += [Step("flatten_again", {"way": way}) for way in ("close", "file", "forget")]
+        steps.append(Step("flatten_again", {"way": "close", "sets_to_none": rng.random() < 0.5}))
     return rng.choice(steps)
 
 
 def _step(rng: random.Random, setup: Setup) -> Step:
-    arguments: dict[str, Any] = {"max_norm": rng.choice((None, 0.05, 1.0))}
+    arguments: dict[str, Any] = {"max_norm": rng.choice((None, 0.05, 1.0)), "clips": rng.choice(_CLIPS)}
     if setup.scaled and rng.random() < 0.4:
         arguments["overflows"] = rng.randrange(100)
     return Step("step", arguments)
 
 
 def _drop(rng: random.Random) -> Step:
-    by = rng.choice(("flat", "optimizer", "user"))
+    by = rng.choice(("flat", "optimizer", "module", "user"))
     return Step("drop", {"by": by, "number": rng.randrange(100)} if by == "user" and rng.random() < 0.5 else {"by": by})
+
+
+def _zero(rng: random.Random) -> Step:
+    return Step("zero", {"by": rng.choice(("optimizer", "module", "block", "user", "foreach"))})

@@ -65,7 +65,9 @@ class Model(nn.Module):
         if "blocks" in setup.ties and setup.blocks > 1:
             self.blocks[-1].to(self.blocks[0].linear.weight.dtype)
             self.blocks[-1].linear = self.blocks[0].linear
-        self.blocks[0].linear.bias.requires_grad_(not setup.frozen)
+        bias = self.blocks[0].linear.bias.requires_grad_(not setup.frozen)
+        if setup.frozen and setup.left_over:
+            bias.grad = torch.randn_like(bias)
 
     def forward(
         self,

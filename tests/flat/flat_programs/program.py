@@ -16,6 +16,7 @@ class Setup:
         dtypes: of its modules, in turn.
         ties: "head", the head's weight is the embedding's; "blocks", the last block has the first one's linear layer.
         frozen: whether a parameter is.
+        left_over: whether it has a gradient from before.
         graphed: whether the blocks are graphed callables.
         scaled: whether losses are, by a FlatGradScaler.
         sends_bf16: whether ranks send gradients as bf16.
@@ -30,6 +31,7 @@ class Setup:
     has_conv: bool = False
     has_head_bias: bool = True
     frozen: bool = False
+    left_over: bool = False
     grad_dtype: str = "float32"
     shard: str = "none"
     gradient_scale: float = 1.0

@@ -27,16 +27,19 @@ class Reference:
     """Gradients of a model as FlatParameters has them.
 
     Attributes:
-        parameters: [...] each, those that are trained.
+        parameters, frozen: [...] each, those that are trained, and the others.
         reduced: those whose gradient has been, and has not been replaced since.
         aside: gradients that had been reduced when more came, which is not to be reduced with them.
         late: those whose gradients autograd leaves in ``.grad`` until the backward ends, for hooks that want them.
+        zeroed: those whose gradient te_graph has set to zero since the last backward.
         is_reduced: nothing has come since the last reduction.
+        has_failed: the last backward has.
     """
 
     def __init__(self, model: nn.Module, setup: Setup, world: int) -> None:
         self.model, self._world, self._grad_dtype = model, world, getattr(torch, setup.grad_dtype)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.frozen = [p for p in model.parameters() if not p.requires_grad]
         self._factor = setup.gradient_scale / world
         self._reduces_again = setup.gradient_scale == 1 and (world == 1 or setup.shard == "none")
         self._overlaps = setup.overlap and world > 1
@@ -46,12 +49,14 @@ class Reference:
         self.reduced: set[Tensor] = set()
         self.aside: dict[Tensor, Tensor] = {}
         self.late: set[Tensor] = set()
+        self.zeroed: set[Tensor] = set()
         self.syncs = self.is_reduced = True
+        self.has_failed = False
 
     @property
     def must_reduce(self) -> bool:
         """Whether a reduction is due before gradients are read."""
-        return bool(self.aside) or (not self.is_reduced and self._factor != 1)
+        return bool(self.aside) or not (self.is_reduced or self._factor == 1 or self._is_zero_everywhere())
 
     def has_main(self, parameter: Tensor) -> bool:  # [...]
         return parameter.dtype != self._grad_dtype
@@ -86,6 +91,7 @@ class Reference:
         try:
             loss.backward(**options)
         except Exception:
+            self.has_failed = True
             for parameter in filter(self.has_main, self.parameters):
                 if parameter not in self.late and parameter not in left:
                     self._settle(parameter)
@@ -105,7 +111,8 @@ class Reference:
     @torch.no_grad()
     def begin(self) -> None:
         """A backward begins."""
-        self.is_reduced = False
+        self.is_reduced = self.has_failed = False
+        self.zeroed.clear()
         reduced, self.reduced = self.reduced, set()
         if self._reduces_again:
             return
@@ -135,14 +142,17 @@ class Reference:
                 grad.add_(self.aside[parameter])
         self.reduced.update(there)
         self.aside.clear()
+        self.zeroed.clear()
         self.is_reduced = True
 
     def replace(self, parameter: Tensor, grad: Tensor) -> None:  # [...] each
         """``.grad`` is set by the user; of one with a main_grad it is added to that."""
         parameter.grad = grad
         self.is_reduced = False
+        self.zeroed.discard(parameter)
         if not self.has_main(parameter):
             self.reduced.discard(parameter)
+            self.aside.pop(parameter, None)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:  # [...] each
         """Also what lies aside."""
@@ -153,14 +163,31 @@ class Reference:
             self.reduced.discard(parameter)
 
     @torch.no_grad()
-    def zero(self) -> None:
-        """As the optimizer's ``zero_grad(set_to_none=False)``."""
-        for grad in self.grads():
-            grad.zero_()
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.detach_()
-        self.aside.clear()
+    def zero(self, parameters: Iterable[Tensor], is_own: bool = False) -> None:  # [...] each
+        """As a ``zero_grad(set_to_none=False)``.
+
+        Args:
+            is_own: the user does it, by himself.
+        """
+        parameters = list(parameters)
+        self.settle()
+        for parameter in parameters:
+            for grad in (parameter.grad, self._main.get(parameter)):
+                if grad is not None:
+                    grad.detach_().zero_()
+            if not is_own and self.grad(parameter) is not None:
+                self.zeroed.add(parameter)
+            self.aside.pop(parameter, None)
+
+    def _is_zero_everywhere(self) -> bool:
+        """Whether gradients of all ranks are those that te_graph has set to zero."""
+        there = [self.grad(one) is not None for one in self.parameters]
+        is_zero = all(one in self.zeroed for one, is_there in zip(self.parameters, there, strict=True) if is_there)
+        if self._world == 1:
+            return is_zero
+        of_ranks: list[Any] = [None] * self._world
+        dist.all_gather_object(of_ranks, (is_zero, there))
+        return all(is_zero and one == there for is_zero, one in of_ranks)
 
     def _means(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Of ``grads`` [...] each, rounded once."""

@@ -32,6 +32,8 @@ class Sides:
         self._tokens = torch.Generator().manual_seed(seed * 31 + rank.rank)
         reference = Model(setup)
         model = copy.deepcopy(reference)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            one.grad = None if other.grad is None else other.grad.clone()  # which copies are without
         self._reference = Reference(reference, setup, rank.world)
         self._reference_optimizer = ReferenceOptimizer(self._reference, setup)
         self._reference_scaler = ReferenceScaler()
@@ -61,6 +63,10 @@ class Sides:
             grad, expected = in_memory_order(grad, one), in_memory_order(expected, other)
             for begin, end in owned[one] if self._is_parted else [(0, None)]:
                 expect_same(f"gradient of {name}", grad[begin:end], expected[begin:end])
+        for one, other in zip(self._side.frozen, self._reference.frozen, strict=True):
+            assert (one.grad is None) == (other.grad is None), f"gradient that was left: got {one.grad}"
+            if one.grad is not None:
+                expect_same("gradient that was left", one.grad, other.grad)
         for held, value in self._held:
             expect_same("held gradient", torch.as_tensor(held), torch.as_tensor(value))
 
@@ -85,7 +91,7 @@ class Sides:
 
     def _new_optimizer(self) -> Any:
         cls, options = OPTIMIZERS[self._setup.optimizer]
-        return self._flat.optimizer(cls, self._side.parameters, **options)
+        return self._flat.optimizer(cls, [*self._side.parameters, *self._side.frozen], **options)
 
     def _saved_state(self) -> dict[str, Any]:
         state = copy.deepcopy(self._optimizer.state_dict())

@@ -6,17 +6,19 @@ import contextlib
 import functools
 import gc
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_graph as tg
+from te_graph.common.gradient_state import main_grad_of
 
 from . import backwards
 from .backwards import FlatSide
+from .comparisons import expect_same
 from .model import TOKENS, Failure
 from .reference import Reference
 from .sides import LENGTH, Sides
@@ -53,23 +55,40 @@ class Training(Sides):
     def drop(self, by: str, number: int | None = None) -> None:
         """``by``: who sets gradients to None; the user ``.grad`` of one parameter, or of all."""
         if by != "user":
-            {"flat": self._flat, "optimizer": self._optimizer}[by].zero_grad()
-            self._reference.drop(self._reference.parameters)
+            {"flat": self._flat, "optimizer": self._optimizer, "module": self._side.model}[by].zero_grad()
+            self._drop_reference(frozen=by != "flat")
             return
         for one, other in self._pairs() if number is None else [self._pair(number)]:
             if not self._reference.has_main(other):
                 one.grad = None
                 self._reference.drop([other])
 
-    def zero(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)
-        self._reference.zero()
+    def zero(self, by: str = "optimizer") -> None:
+        """``by``: who sets gradients to zero; "block", the first one; "user", a loop; "foreach", a call."""
+        reference, model = self._reference, self._side.model
+        if by == "block":
+            model.blocks[0].zero_grad(set_to_none=False)
+            reference.zero(reference.model.blocks[0].parameters())
+            return
+        is_own = by in ("user", "foreach")
+        if is_own:
+            if reference.aside and reference.has_failed:  # not seen
+                return
+            grads = _all_grads([*self._side.parameters, *self._side.frozen])
+            with torch.no_grad():
+                for grad in grads if by == "user" else ():
+                    grad.zero_()
+                if by == "foreach" and grads:
+                    torch._foreach_zero_(grads)
+        else:
+            {"optimizer": self._optimizer, "module": model}[by].zero_grad(set_to_none=False)
+        reference.zero(reference.model.parameters(), is_own)
 
     def replace(self, number: int) -> None:
         """The user sets ``.grad`` of a parameter."""
         one, other = self._pair(number)
-        if other in self._reference.aside:
-            return
+        if other in self._reference.aside and (self._reference.has_failed or self._reference.has_main(other)):
+            return  # not seen, or added to what has come since
         grad = torch.randn(other.shape, generator=self._numbers).to(other.dtype)
         one.grad = torch.empty_like(one).copy_(grad)
         self._reference.replace(other, torch.empty_like(other).copy_(grad))
@@ -109,25 +128,41 @@ class Training(Sides):
         for parameter in self._pair(number):
             parameter.mul_(0.75)
 
-    def clip(self, max_norm: float, poisoned: int | None = None) -> None:
-        """``poisoned``: a parameter whose gradient becomes NaN before."""
+    def clip(self, max_norm: float, poisoned: int | None = None, by: str = "te_graph") -> None:
+        """
+        Args:
+            poisoned: a parameter whose gradient becomes NaN before.
+            by: "torch": its function, of all parameters of the model.
+        """
         self._see_all_gradients()
         if poisoned is not None:
             self._fill(poisoned, float("nan"))
         grads = self._reference.grads()
-        norm = tg.clip_grad_norm_(self._flat, max_norm)
+        if by == "te_graph":
+            norm = tg.clip_grad_norm_(self._flat, max_norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._side.model.parameters(), max_norm)
+            if not (self._is_parted or self._setup.has_main_grads):
+                expected = nn.utils.clip_grad_norm_(self._reference.model.parameters(), max_norm)
+                expect_same("norm", norm, expected)
+                return
+            grads += [one.grad for one in self._reference.frozen if one.grad is not None]
         expected = torch.stack([torch.zeros(()), *(grad.float().norm() for grad in grads)]).norm()
         torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-7, equal_nan=True)
         factor = torch.ones(()) / (norm + torch.tensor(1e-6)) * torch.tensor(max_norm)
         for grad in grads if not factor >= 1 else ():
             grad.copy_((grad.float() * factor).to(grad.dtype))
 
-    def step(self, max_norm: float | None = None, overflows: int | None = None) -> None:
-        """``overflows``: a parameter whose gradient becomes infinite before, where losses are scaled."""
+    def step(self, max_norm: float | None = None, overflows: int | None = None, clips: str = "te_graph") -> None:
+        """
+        Args:
+            overflows: a parameter whose gradient becomes infinite before, where losses are scaled.
+            clips: who does.
+        """
         self._see_all_gradients()
         if not self._setup.scaled:
             if max_norm is not None:
-                self.clip(max_norm)
+                self.clip(max_norm, by=clips)
             self._optimizer.step()
             self._reference_optimizer.step()
             return
@@ -138,7 +173,7 @@ class Training(Sides):
         self._scaler.unscale_(self._optimizer)
         self._reference_scaler.unscale_(self._reference.grads())
         if max_norm is not None and not self._reference_scaler.found_inf:
-            self.clip(max_norm)
+            self.clip(max_norm, by=clips)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._reference_scaler.step(self._reference_optimizer.step)
@@ -150,20 +185,31 @@ class Training(Sides):
         self._optimizer = self._new_optimizer()
         self._optimizer.load_state_dict(state)
 
-    def flatten_again(self, way: str) -> None:
-        """``way``: "close"; "file", the model comes from one; "forget", without close()."""
+    def flatten_again(self, way: str, sets_to_none: bool | None = None) -> None:
+        """
+        Args:
+            way: "close"; "file", the model comes from one; "forget", without close().
+            sets_to_none: of a ``zero_grad`` of the optimizer behind close(); None: there is none.
+        """
         self._see_all_gradients()
         state = self._saved_state()
         if way == "file" or self._is_parted:
             self.drop("flat")
         if way == "file":
             self._drop_hooks()
+            self._drop_reference(frozen=True)
         model = self._side.model
         file = io.BytesIO()
         torch.save(model, file)
         if way != "forget":
             self._flat.close()
             self._reference.close()
+            if sets_to_none is not None:
+                self._optimizer.zero_grad(set_to_none=sets_to_none)
+                if sets_to_none:
+                    self._drop_reference(frozen=True)
+                else:
+                    self._reference.zero(self._reference.model.parameters())
         if way == "file":
             model = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         del self._flat, self._side, self._optimizer
@@ -171,6 +217,12 @@ class Training(Sides):
         self._flatten(model)
         self._optimizer.load_state_dict(state)
         self._reference.reduced.clear()
+
+    def _drop_reference(self, frozen: bool) -> None:
+        """``frozen``: also what is left of frozen ones."""
+        self._reference.drop(self._reference.parameters)
+        for one in self._reference.frozen if frozen else ():
+            one.grad = None
 
     def _drop_hooks(self) -> None:
         self.unhook()
@@ -182,7 +234,9 @@ class Training(Sides):
     def _see_all_gradients(self) -> None:
         """What comes next reads gradients, which must have been reduced; others are refused."""
         if self._reference.aside:
-            for read in (lambda: tg.clip_grad_norm_(self._flat, 1.0), self._optimizer.step):
+            parameters = [*self._side.model.parameters()]
+            clips = (lambda: tg.clip_grad_norm_(self._flat, 1.0), lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+            for read in (*clips, self._optimizer.step):
                 with pytest.raises(RuntimeError, match="expected gradients of flat parameters that have been reduced"):
                     read()
         if self._reference.must_reduce:
@@ -206,6 +260,14 @@ class Training(Sides):
         loss = side.model(next(tokens), **options)
         scaler = self._scaler if side is self._side else self._reference_scaler
         return scaler.scale(loss) if self._setup.scaled else loss
+
+
+def _all_grads(parameters: Iterable[Tensor]) -> list[Tensor]:  # [...] each
+    """What a user finds of ``.grad`` and ``main_grad``, without graphs."""
+    grads = [grad for one in parameters for grad in (one.grad, main_grad_of(one)) if grad is not None]
+    for grad in grads:
+        grad.detach_()
+    return grads
 
 
 def _halve(parameter: Tensor) -> None:  # [...]
