@@ -116,6 +116,11 @@ class BucketReductions:
         note = weak_method(self, "note_zeros")
         before_replay(lambda: note(parameters))
 
+    def add_back_(self) -> None:
+        """Called when nothing is reduced any more: gradients are what has been, and what has come since."""
+        self._note_own_zeros()
+        self._carried.add_back_()
+
     def _note_own_zeros(self) -> None:
         """Called outside of backwards: what the user has set to zero by himself is zero, too."""
         if not is_captured(self._device) and (zeros := self._carried.forget_overwritten()):

@@ -144,6 +144,19 @@ class CarriedGradients(OwnObject):
         elif forgotten:
             _fill_with_negative_zeros_(forgotten)
 
+    @torch.no_grad()
+    def add_back_(self) -> None:
+        """Add them to what has come since, which nobody reduces."""
+        self.forget_dropped()
+        for buffer, aside in self._aside.items():
+            buffer.settle_()
+            elsewhere = {} if buffer.has_main_grads else dict(buffer.all_gradients.elsewhere())
+            grads = [elsewhere.get(number, buffer.memories[number]) for number in aside.parts]
+            torch._foreach_add_(grads, list(aside.parts.values()))
+            buffer.all_gradients.note_written()
+        self._aside.clear()
+        self._left.clear()
+
     def expect_none(self, message: str) -> None:
         """Raise RuntimeError with ``message`` if there are some."""
         self.forget_dropped()

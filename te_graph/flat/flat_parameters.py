@@ -348,7 +348,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
 
     def close(self) -> None:
         """Leave parameters and gradients where they are, as tensors like any others, but make a ``.grad`` of each
-        ``main_grad``, rounded to the parameter's dtype; reductions end.
+        ``main_grad``, rounded to the parameter's dtype; reductions end. What has come since the last one is left
+        together with what was reduced.
 
         All ranks call it, for it closes a ``peer_group`` of its own. A second time does nothing: parameters may be in
         another one by then.
@@ -356,11 +357,11 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
         if self.reducer.is_closed:
             return
         self.gather.close()
+        self.reducer.close()
         for buffer in self.buffers:
             buffer.detach()
             for parameter in buffer.parameters:
                 gradient_state(parameter).flat = None
-        self.reducer.close()
         self._close_group()
 
     def __repr__(self) -> str:

@@ -107,7 +107,8 @@ class Reducer(DeferredSync, OwnObject):
         self._frozen.check()
 
     def close(self) -> None:
-        """Parameters are no longer flat."""
+        """Parameters will be flat no more."""
+        self._reductions.add_back_()
         self.is_closed = True
 
     def _before_backward(self) -> bool:

@@ -72,6 +72,7 @@ ONCE_FAILED = (
     program(BACKWARD, ADDED, REPLACE, BACKWARD, STEP, gradient_scale=0.5),
     program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP),
     program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP, **LOW, **LEFT_OVER),
+    program(BACKWARD, ADDED, ("flatten_again", {"way": "close"}), BACKWARD, STEP, gradient_scale=0.5),
     program(BACKWARD, ("drop", {"by": "optimizer"}), BACKWARD, **LEFT_OVER),
     program(BACKWARD, ("clip", {"max_norm": 0.1, "by": "torch"}), STEP, **LOW, **LEFT_OVER),
 )

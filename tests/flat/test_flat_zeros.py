@@ -217,3 +217,18 @@ def test_a_gradient_that_is_replaced_forgets_what_was_reduced() -> None:
     backward(model)
     assert model.weight.grad.eq(4).all() and model.bias.grad.eq(3).all()
     flat.close()
+
+
+@DTYPES
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_close_leaves_what_was_reduced_together_with_what_has_come_since(dtype: torch.dtype, zeroes: bool) -> None:
+    model = nn.Linear(4, 4, dtype=dtype)
+    flat = tg.FlatParameters(model, gradient_scale=0.5)
+    backward(model)
+    with flat.no_sync():
+        backward(model)
+    if zeroes:
+        (model.weight.grad if dtype == torch.float32 else model.weight.main_grad).zero_()
+        model.zero_grad(set_to_none=False)
+    flat.close()
+    assert model.weight.grad.eq(0 if zeroes else 3).all() and model.bias.grad.eq(0 if zeroes else 3).all()

@@ -70,8 +70,12 @@ class Reference:
         return grad if main is None else main + grad
 
     def close(self) -> None:
-        """What was ``main_grad`` becomes ``.grad``, of the parameter's dtype."""
+        """What was ``main_grad`` becomes ``.grad``, of the parameter's dtype, with what lies aside."""
         self.settle()
+        with torch.no_grad():
+            for parameter, reduced in self.aside.items():
+                self.grad(parameter).detach().add_(reduced)
+        self.aside.clear()
         for parameter, main in self._main.items():
             self._main[parameter] = main.to(parameter.dtype).to(main.dtype)
 

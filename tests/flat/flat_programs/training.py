@@ -191,7 +191,8 @@ class Training(Sides):
             way: "close"; "file", the model comes from one; "forget", without close().
             sets_to_none: of a ``zero_grad`` of the optimizer behind close(); None: there is none.
         """
-        self._see_all_gradients()
+        if way != "close":
+            self._see_all_gradients()
         state = self._saved_state()
         if way == "file" or self._is_parted:
             self.drop("flat")
