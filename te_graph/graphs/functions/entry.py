@@ -26,8 +26,8 @@ class FunctionEntry:
         guard: over all that the function can be seen to use.
         devices: where it works.
         multiplies: it multiplies matrices.
-        effect: what the first call has changed about Python objects, if anything.
-        before: then, how everything but addresses was before it.
+        effect: what the first call, or one that was to be captured, has changed about Python objects, if anything.
+        before: then, how everything was before it, of the first call but addresses.
         device: the GPU, if the function uses one; else the CPU.
         settings: of the process and the thread, at the first call or the capture.
         graph: None until captured.
@@ -90,12 +90,17 @@ class FunctionEntry:
             return self.change(call), []
         return self.guard.begin(self.settings, call, self._steps)
 
+    def note_undone(self, effect: str, before: _C.FunctionGuard) -> None:
+        """That a call has had this effect."""
+        self.effect, self.before = effect, before
+
     def what_is_undone(self, call: Call) -> str:
-        """What the first call has changed, where that is as before it by now: ``call`` changes it again. The object may
+        """What such a call has changed, where that is as before it by now: ``call`` changes it again. The object may
         be another one, which had its first call still before it, so nothing tells whether each call will."""
         if self.before is None or self.before.check(call):
             return ""
-        return self.effect + advice_on_change(self.effect)
+        change = self.effect + advice_on_change(self.effect)
+        return f"such calls change Python objects, which a replay would not do: {change}"
 
     def replay(self, call: Call, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
         """Replay and return the results; right after ``begin`` found no change, and what is given here."""

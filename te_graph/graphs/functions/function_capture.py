@@ -29,6 +29,7 @@ from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.functions.entry import CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.made_objects import is_stateless_alone, objects_in
+from te_graph.graphs.functions.parted import PartedError
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.renewals import renewals
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
@@ -109,10 +110,9 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
         runs_backward=watch.runs_backward,
         tells_apart=tells_tensors_apart(walker.names, sources),
     )
-    effect = before.check(call)
-    entry = FunctionEntry(
-        label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
-    )
+    entry = FunctionEntry(label, function_guard.guard, watch.devices, watch.multiplies)
+    if effect := before.check(call):
+        entry.note_undone(effect, before)
     return result, entry
 
 
@@ -127,11 +127,10 @@ def _run_to_see(call: Call, walker: SourceWalker) -> tuple[Any, str | None]:
     return result, _TOO_MANY if walker.has_too_many_sources else None
 
 
-def capture(
-    first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any
-) -> FunctionEntry | BaseException:
+def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry | str:
     """Capture the function, without effect on tensors; return the entry that replays it. Where the function raises an
-    exception of its own, which it may do in eager execution, too, all is as before, and that is returned.
+    exception of its own, which it may do in eager execution, too, or parts what was one object, all is as before, and
+    the reason is returned why it is to run as it is.
 
     Raises:
         CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
@@ -152,10 +151,13 @@ def capture(
             attempt = _Attempt(label, call, walker, device)
             with explained(label, "the capture", Notes()):
                 graph, checks, entry = _capture(attempt, first, backend, pool)
+    except PartedError as parted:
+        first.note_undone(parted.change, parted.before)
+        return first.what_is_undone(call)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or not _is_own(error):
             raise
-        return error.with_traceback(None)
+        return f"raised {type(error).__name__} where it was to be captured"
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         entry.graph = _C.CapturedGraph(graph)
     entry.checks = [*checks, *([entry.host_steps.run] if len(entry.host_steps) else [])]
@@ -338,6 +340,9 @@ class _Attempt:
                     "not: write a detached value (value.detach(), torch.no_grad()), or return the result"
                 )
         if change := self._state_before.guard.check(self._call):
+            apart = FunctionGuard(self._before, used=None, is_strict=False, tells_shared=False)
+            if not apart.guard.check(self._call):
+                raise PartedError(change, self._state_before.guard)
             raise self._refusal_of_change(change)
 
     def _refusal_of_change(self, change: str) -> CaptureError:

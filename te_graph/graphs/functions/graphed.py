@@ -146,12 +146,13 @@ class GraphedFunction(Inlined):
         )
         if self._on_mismatch == "raise":
             raise RuntimeError(f"{self._label}: {reason}")
-        self._warn_once(f"{reason} (runs eagerly)")
-        return self._run(call, reason)
+        return self._run_as_it_is(call, reason)
 
     def _capture_and_replay(self, first: FunctionEntry, call: Call) -> Any:
         if torch.is_inference_mode_enabled():
             return self._run(call, "called under torch.inference_mode(), where nothing is captured")
+        if undone := first.what_is_undone(call):  # no guard of a capture would tell that it is
+            return self._run_as_it_is(call, undone)
         alone = try_capture_lock()
         if alone is None:  # the next such call captures
             return self._run(call, _CAPTURING_ELSEWHERE)
@@ -160,9 +161,7 @@ class GraphedFunction(Inlined):
                 entry = capture(first, call, self._walker, self._pool, self._stream)
             if isinstance(entry, FunctionEntry):
                 return self._replay_new(first, entry, call)
-        reason = f"raised {type(entry).__name__} where it was to be captured"
-        self._warn_once(f"{reason} (runs eagerly)")
-        return self._run(call, reason)
+        return self._run_as_it_is(call, entry)
 
     def _replay_new(self, first: FunctionEntry, entry: FunctionEntry, call: Call) -> Any:
         """Replay ``entry``, the capture that a call like ``first`` has just made."""
@@ -201,7 +200,7 @@ class GraphedFunction(Inlined):
             change = change or change_since_seen
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             undone = next(filter(None, (entry.what_is_undone(call) for entry in self._seen)), "")
-            advice += [f"; such calls change Python objects, which a replay would not do: {undone}"] if undone else []
+            advice += [f"; {undone}"] if undone else []
             times = f"{_CALLS_BEFORE_WARNING} times in a row"
             self._warn_once(f"has run eagerly {times}, the last time since {change}{''.join(advice)}")
         if not self._is_looked_at(calls):
@@ -228,6 +227,11 @@ class GraphedFunction(Inlined):
             return calls <= _CALLS_BEFORE_WARNING or calls.bit_count() == 1  # powers of two
         is_seldom = calls > _MAX_MISSES or self._walker.has_too_many_sources
         return not (is_seldom and calls % _MAX_MISSES)
+
+    def _run_as_it_is(self, call: Call, reason: str) -> Any:
+        """``_run``, and the log says so."""
+        self._warn_once(f"{reason} (runs eagerly)")
+        return self._run(call, reason)
 
     def _run(self, call: Call, reason: str) -> Any:
         self._eager_calls.add(reason)

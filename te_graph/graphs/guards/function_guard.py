@@ -31,6 +31,7 @@ class FunctionGuard:
         tells_apart: the code can tell which object a tensor or function is: the memory of all tensors matters, of
             parameters and of functions that stay also which they are.
         is_strict: no check passes where something cannot be compared.
+        tells_shared: an object that is in several places is the same one there.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class FunctionGuard:
         runs_backward: bool = False,
         tells_apart: bool = False,
         is_strict: bool = True,
+        tells_shared: bool = True,
     ) -> None:
         self.guard = _C.FunctionGuard()
         self._runs_backward = runs_backward
         self._tells_apart = tells_apart
+        self._tells_shared = tells_shared
         self._steps: dict[int, int] = {}
         if used is not None:
             used = used | _moved(sources, asked)
@@ -83,7 +86,7 @@ class FunctionGuard:
         if source.is_end and not source.is_grad:
             return
         if source.value is not None:
-            if source.value.is_mutable and source.again is not None:
+            if source.value.is_mutable and source.again is not None and self._tells_shared:
                 guard.expect_same(step, self._steps[id(source.again)])
             at = (
                 guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, source.is_ephemeral)
@@ -91,7 +94,7 @@ class FunctionGuard:
                 else step
             )
             guard.expect_value(at, source.value)
-        elif source.again is not None:
+        elif source.again is not None and self._tells_shared:
             guard.expect_same(step, self._steps[id(source.again)])
         elif source.is_strided_tensor:
             compares_hooks = self._runs_backward and is_leaf(obj) and obj.requires_grad

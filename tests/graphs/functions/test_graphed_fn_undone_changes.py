@@ -92,3 +92,44 @@ def test_what_others_change_back_before_each_call_is_named(device: str, caplog: 
     (message,) = [record.message for record in caplog.records]
     assert "has run eagerly 4 times in a row" in message
     assert "change Python objects, which a replay would not do: argument 0.started" in message
+
+
+@dataclass
+class Row:
+    epoch: int = 0
+
+
+@dataclass
+class History:
+    total: Tensor  # []
+    row: Any
+    best: Any
+
+
+def note(history: History, value: Tensor, is_best: bool, make: Callable[[], Any]) -> None:  # []
+    history.total.add_(value)
+    history.row = make()
+    if is_best:
+        history.best = history.row
+
+
+@pytest.mark.parametrize("make", [Row, lambda: {"epoch": 0}, lambda: [[]]])
+@pytest.mark.parametrize("has_best", [True, False])
+def test_one_object_in_two_places_of_which_a_call_replaces_one(
+    make: Callable[[], Any], has_best: bool, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call with another signature puts it there again before each."""
+    history = History(torch.zeros((), device=device), make(), make() if has_best else None)
+    replayed, one = graphed(note), torch.ones((), device=device)
+    with caplog.at_level(logging.WARNING, logger="te_graph"):
+        for number in range(1, 17):
+            best = history.best
+            replayed(history, one, number % 2 == 0, make)
+            assert history.best is (history.row if number % 2 == 0 else best)
+            assert number % 2 == 0 or history.row is not best
+            assert_bitwise_equal(history.total, one * number)
+    assert "change Python objects, which a replay would not do: argument 0.best was replaced" in caplog.text
+    assert counts(replayed)[:2] == (0, 0)
+    for _ in range(3):
+        replayed(history, one, False, make)
+    assert counts(replayed)[:2] == (1, 2)
