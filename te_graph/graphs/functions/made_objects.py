@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import functools
+import gc
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ from te_graph.common.class_origins import HEAP_TYPE
 from te_graph.common.raw_contents import items_of, kind_of, members_of
 from te_graph.graphs.arguments.attributes import attributes_of, instance_dict, slot_of
 from te_graph.graphs.guards.plain_values import is_value
-from te_graph.graphs.guards.readers.guarded_sources import is_transparent
+from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_transparent
 from te_graph.graphs.guards.values import np, value_of
 
 _CONTAINERS = (list, dict, set, tuple, deque, OrderedDict, defaultdict)
 _ARRAYS = (bytearray, array.array)
-_STATELESS = (tuple, functools.partial, types.FunctionType, types.MethodType)  # what they refer to may have a state
+_STATELESS = (tuple, functools.partial, types.FunctionType, types.MethodType, *VIEWS)  # what they refer to may have one
+_REFERENT = "referent"  # the key of what a view shows
 _REFERENCES = {
     functools.partial: ("func", "args", "keywords"),
     types.FunctionType: ("__defaults__", "__kwdefaults__"),
@@ -81,6 +83,8 @@ def parts_of(obj: Any) -> Iterator[tuple[Any, Any]]:
                 yield name, getattr(obj, name)
             except ValueError:  # of an empty cell
                 continue
+    elif kind in VIEWS:
+        yield _REFERENT, _shown_by(obj)
     elif _is_plain(kind):
         yield from attributes_of(obj).items()
 
@@ -112,12 +116,19 @@ def _memory_of(obj: Any) -> Any:
     return obj.obj if isinstance(obj, memoryview) else None
 
 
+def _shown_by(view: Any) -> Any:
+    """The mapping behind it, as the guard's step finds it."""
+    return gc.get_referents(view)[0]
+
+
 def part(obj: Any, key: Any) -> Any:
     """What ``parts_of`` gives by this key."""
     if (container := kind_of(obj)) is not None:
         return container.__getitem__(obj, key)
     if type(obj) in _REFERENCES:
         return obj.__closure__[key] if isinstance(key, int) else getattr(obj, key)
+    if type(obj) in VIEWS:
+        return _shown_by(obj)
     slot = slot_of(type(obj), key)
     return instance_dict(obj)[key] if slot is None else slot.__get__(obj)
 

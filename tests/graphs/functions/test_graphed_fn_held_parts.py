@@ -10,6 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,19 @@ def of_defaults(tr: Trainer) -> None:
     log_end()
 
 
+def of_proxies(tr: Trainer) -> None:
+    tr.events["open"].append("end")
+    tr.events = MappingProxyType({"open": []})
+
+
+def of_new_proxies(tr: Trainer) -> None:
+    tr.events = MappingProxyType({"open": []})
+
+
+def of_views(tr: Trainer) -> None:
+    tr.events = {"open": []}.values()
+
+
 def of_attributes(tr: Trainer) -> None:
     tr.row.is_done = True
     tr.row = Row()
@@ -86,6 +100,17 @@ CHANGES: dict[str, tuple[Callable[[Trainer], Any], Callable[[], dict[str, Any]],
         lambda tr: tr.partial.args[0],
     ),
     "in a default": (of_defaults, dict, lambda tr: log_end.__defaults__[0]["open"]),
+    "behind a read-only mapping": (
+        of_proxies,
+        lambda: {"events": MappingProxyType({"open": []})},
+        lambda tr: tr.events["open"],
+    ),
+    "behind a mapping that is new alone": (
+        of_new_proxies,
+        lambda: {"events": MappingProxyType({"open": []})},
+        lambda tr: tr.events["open"],
+    ),
+    "behind a view": (of_views, lambda: {"events": {"open": []}.values()}, lambda tr: next(iter(tr.events))),
     "the dictionary of an object": (of_attributes, lambda: {"row": Row()}, lambda tr: vars(tr.row)),
     "a row of an array": (of_arrays, lambda: {"table": np.zeros(4).reshape(2, 2)}, lambda tr: tr.table[0]),
     "the sign of zero": (of_signs, lambda: {"row": Row(0.0)}, lambda tr: tr.row),

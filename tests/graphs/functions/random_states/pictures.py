@@ -18,7 +18,7 @@ _BY_VALUE = (*_NUMBERS, type, range, slice, torch.dtype, types.ModuleType, types
 
 def picture(root: Any) -> Any:
     """Nested tuples of what ``root`` leads to. What may be changed has a number, by which it is named where it is met
-    again; tuples, partials and functions are told apart by what they hold alone."""
+    again; tuples, partials, functions and read-only mappings are told apart by what they hold alone."""
     return _Painter().of(root)
 
 
@@ -32,7 +32,7 @@ class _Painter:
         kind = type(obj).__name__
         if isinstance(obj, _BY_VALUE):
             return kind, repr(obj)
-        if isinstance(obj, tuple | partial | types.FunctionType):
+        if isinstance(obj, tuple | partial | types.FunctionType | types.MappingProxyType):
             return kind, *self._parts(obj)
         if id(obj) in self._numbers:
             return "again", self._numbers[id(obj)]
@@ -53,7 +53,7 @@ class _Painter:
             yield obj.shape, str(obj.dtype), obj.tobytes(), memory
         elif isinstance(obj, bytearray):
             yield bytes(obj)
-        elif isinstance(obj, dict):
+        elif isinstance(obj, dict | types.MappingProxyType):
             yield from ((self.of(key), self.of(value)) for key, value in obj.items())
         elif isinstance(obj, set | frozenset):
             yield sorted(map(repr, obj))

@@ -15,6 +15,7 @@ import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +101,7 @@ _ITEMS = (Part("[0]"), Part("[1]"))
 _KEYS = (Part("['k']", "'k': @"), Part("['m']", "'m': @"))
 _FIELDS = (Part(".n", "n=@", is_number=True), Part(".l", "l=@"), Part(".d", "d=@"))
 _FIXED_FIELDS = tuple(Part(part.step, part.written, False, part.is_number) for part in _FIELDS)
+_FIXED_KEYS = tuple(Part(part.step, part.written, False) for part in _KEYS)
 _OF_ATTRIBUTES = ("#.n = $", "#.n = $", "setattr(#, 'n', $)", "#.n = []")
 _OF_DICTS = ("#['z'] = $", "#.update(z=$)", "#.setdefault('z', []).append($)", "#.pop('z', None)", "#['z'] = []")
 _MERGE = ("# |= {'z': $}",)
@@ -131,6 +133,7 @@ KINDS = {
     "Counter": Kind("Counter()", changes=("#['q'] += 1", "#.update('ab')", "#.clear()")),
     "bytearray": Kind("bytearray(2)", changes=("#[0] = 1", "#[1] = 0", "#.append(1)")),
     "partial": Kind("partial(given, *)", (Part(".args[0]", is_settable=False), Part(".keywords['x']", "x=@")), 2),
+    "proxy": Kind("MappingProxyType({*})", _FIXED_KEYS, 1, has_copies=False),
     "closure": Kind("returning(*)", (Part(".__closure__[0].cell_contents", is_settable=False),), 1, has_copies=False),
 }
 _LEAVES = ("number", "number", "empty list", "empty dict", "array", "view", "set", "Counter")
