@@ -110,7 +110,7 @@ class Program:
         self._avoid_limits()
 
     def _avoid_limits(self) -> None:
-        """Leave out what docs/limits.md say rounds otherwise."""
+        """Leave out what docs/limits.md say rounds otherwise, or raises an error."""
         names = {name for events in self.events for name, _ in events}
         if self.model.autocast == "on" or self.loop.autocast or "toggle_autocast" in names:
             # Eager execution casts a weight once for all that use it in a region, and adds gradients of the cast.
@@ -118,6 +118,9 @@ class Program:
             self.model = replace(self.model, uses_first_again=False, is_tied=False)
             if self.model.skip == "weight" or self.model.config in ("weight", "tensors"):
                 self.model = replace(self.model, skip="", config="")
+        if self.model.between == "in place" and self.layer.result in ("dict", "dataclass"):
+            # What is changed is needed for the gradient of the other result, also where that one gets none.
+            self.layer = replace(self.layer, result="pair")
         if self.model.between == "permuted":
             # How the gradient of a result lies is seen in a step with a backward alone, and is to stay so.
             self.loop = replace(self.loop, form="step")
