@@ -1,7 +1,7 @@
 """One object in two places, of which a call replaces one: what another call puts together again before each.
 
-No guard of a capture sees that two containers became one, and none could: a replay may leave them apart. So the capture
-of such a call is given up, and it runs as it is until they are found apart.
+No guard of a capture sees that two containers became one, and none could: a replay may leave them apart. So no capture
+is made of such a call: it runs as it is until they are found apart.
 """
 
 from __future__ import annotations
