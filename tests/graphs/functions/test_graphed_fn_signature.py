@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict, UserList
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,64 @@ def test_containers_may_be_built_anew_for_each_call(device: str) -> None:
         mix(Batch([a, b], 0.25), {"x": (c, 2.0)}, last=[a, c]),
     )
     assert counts(mixed) == (1, 3, 1, 2)
+
+
+class Encoding(UserDict):
+    """As those of Hugging Face: with attributes besides, and items that are found as attributes."""
+
+    def __init__(self, data: dict[str, Any], scale: float = 1.0) -> None:
+        super().__init__(data)
+        self.scale = scale
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: {"data": {"x": a, "n": 2}}, r"argument 0.data\['n'\] changed from 1 to 2"),
+        (lambda a: {"data": {"x": a, "n": 1, "m": 1}}, "keys of argument 0.data changed"),
+        (lambda a: {"data": {"x": a.clone(), "n": 1}}, r"argument 0.data\['x'\] moved"),
+        (lambda a: {"data": {"x": a, "n": 1}, "scale": 2.0}, "argument 0.scale changed from 1.0 to 2.0"),
+    ],
+)
+def test_wrapped_dictionaries_may_be_made_anew(device: str, change: Callable[[Tensor], dict], words: str) -> None:
+    (a,) = tensors(device, 1)
+
+    def scale(batch: Encoding) -> Tensor:
+        return batch.x * batch["n"] * batch.scale
+
+    scaled = graphed(scale, on_mismatch="raise")
+    for _ in range(3):
+        assert_bitwise_equal(scaled(Encoding({"x": a, "n": 1})).clone(), a)
+    assert counts(scaled)[:2] == (1, 2)
+    named = Encoding({"x": a, "n": 1})
+    named.title = "the function does not read it"
+    scaled(named)
+    with pytest.raises(RuntimeError, match=words):
+        scaled(Encoding(**change(a)))
+
+
+def test_a_wrapped_dictionary_and_list_that_are_left_are_those_of_each_call(device: str) -> None:
+    class Trainer:
+        total, row, rows = torch.zeros(3, device=device), UserDict(n=0), UserList([0])
+
+    def step(tr: type[Trainer]) -> UserDict:
+        tr.total.add_(1)
+        tr.row, tr.rows = UserDict(n=0), UserList([0])
+        return tr.row
+
+    replayed, kept = graphed(step), []
+    for number in range(1, 6):
+        kept += [replayed(Trainer), Trainer.rows]
+        assert kept[-2] is Trainer.row
+        Trainer.row["n"], Trainer.rows[0] = number, number
+    assert [one["n"] for one in kept[::2]] == [one[0] for one in kept[1::2]] == [1, 2, 3, 4, 5]
+    assert Trainer.total.eq(5).all()
 
 
 @pytest.mark.parametrize(

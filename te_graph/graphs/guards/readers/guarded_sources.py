@@ -34,7 +34,8 @@ VIEWS = (
 )
 WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod: ("__func__",)}
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_TRANSPARENT = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
+_CONTAINERS = (list, tuple, dict, collections.deque, collections.UserDict, collections.UserList)
+_TRANSPARENT = (*_CONTAINERS, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SEEN_INTO = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # What every program begins with, and what ``KINDS`` name.
 HEADER = """
 import copy
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -122,6 +122,8 @@ KINDS = {
     "empty dict": Kind("{}", changes=_OF_DICTS, settings=_MERGE, copies=("dict(#)",)),
     "Table": Kind("Table({*})", _KEYS, 1, _OF_DICTS, _MERGE),
     "OrderedDict": Kind("OrderedDict({*})", _KEYS, 1, (*_OF_DICTS, "#.move_to_end('k')"), _MERGE),
+    "UserDict": Kind("UserDict({*})", _KEYS, 1, _OF_DICTS),
+    "UserList": Kind("UserList([*])", _ITEMS, 1, ("#.append($)", "#.insert(0, $)"), copies=("#[:]",)),
     "Row": Kind("Row(*)", _FIELDS, 3, _OF_ATTRIBUTES, copies=("replace(#)", "replace(#, n=$)")),
     "SlottedRow": Kind("SlottedRow(*)", _FIELDS[:2], 2, _OF_ATTRIBUTES, copies=("replace(#)", "replace(#, n=$)")),
     "Slots": Kind("Slots(*)", _FIELDS[:2], 2, _OF_ATTRIBUTES),
