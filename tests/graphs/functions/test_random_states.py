@@ -15,6 +15,7 @@ import pytest
 from random_states.pictures import picture
 from random_states.program import Program, generate
 from random_states.run import Outcome, report, run, tally
+from random_states.tensors import Batch
 from seeds import first_seed
 
 import te_graph as tg
@@ -43,7 +44,8 @@ def _program(body: tuple[str, ...], result: str = "pass", after: tuple[str, ...]
     trainer = "class Trainer:\n    pass"
     state = ("tr = Trainer()", "tr.total, tr.row, x = torch.zeros(3), {'n': 0}, torch.ones(3)")
     held = "class held:\n    pass"
-    return Program(1, (trainer, held, *state), (), body, result, 0, False, (), after, True, False)
+    batch = Batch("x", "batch", "", is_new=False)
+    return Program(1, (trainer, held, *state), (), body, result, 0, False, (), after, True, False, batch, False)
 
 
 RIGHT = _program(("tr.total.add_(x)", "tr.row = {'n': 0}"), "return tr.row", ("log.append(tr.row)",))
@@ -112,7 +114,7 @@ def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> Non
     program = replace(RIGHT, before=("log.append(1)",), alternates=True)
     text = report(program, run(program))
     assert text.startswith("differs: ")
-    assert "def step(tr, x, flag):\n    return tr.row" in text
+    assert "def step(tr, batch, flag):\n    x = batch\n    return tr.row" in text
     assert "def before(i):\n    pass" in text
 
 

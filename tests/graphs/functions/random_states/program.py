@@ -8,19 +8,13 @@ from dataclasses import dataclass, replace
 
 from .shapes import HEADER, Shape, Spot
 from .statements import Statements, indented
+from .tensors import Batch, Computation
 
 _TRAINERS = {
     "plain": "class Trainer:\n    pass",
     "dataclass": "@dataclass\nclass Trainer:\n    total: Any = None",
     "slots": "class Trainer:\n    __slots__ = ({names})",
 }
-_TENSORS = (
-    "tr.total = torch.zeros(3, device=DEVICE)",
-    "tr.w = torch.ones(3, device=DEVICE)",
-    "tr.p = torch.ones(3, device=DEVICE, requires_grad=True)",
-    "tr.p.grad = torch.zeros(3, device=DEVICE)",
-    "x = torch.ones(3, device=DEVICE)",
-)
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,8 @@ class Program:
         before, after: statements around each call, which may keep what they find in ``log``; ``i`` is its number.
         keeps_results: in ``log``.
         alternates: the function is called with two signatures in turn.
+        batch: what it is given.
+        keeps_batches: in ``log``.
     """
 
     seed: int
@@ -50,28 +46,34 @@ class Program:
     after: tuple[str, ...]
     keeps_results: bool
     alternates: bool
+    batch: Batch
+    keeps_batches: bool
 
     def text(self) -> str:
         """Python that defines the state, ``step``, ``before`` and ``after``."""
         head = [f"global {', '.join(self.variables)}"] if self.variables else []
+        reads = [*head, f"x = {self.batch.x}"]
         inner, outer = self.body[: self.inner], self.body[self.inner :]
         functions = []
         if inner:
-            functions.append(indented("def inner(tr, x, flag):", [*head, *inner]))
+            functions.append(indented("def inner(tr, batch, flag):", [*reads, *inner]))
             functions += ["inner = graphed(inner)"] if self.is_inner_graphed else []
-            outer = ("inner(tr, x, flag)", *outer)
-        functions.append(indented("def step(tr, x, flag):", [*head, *outer, self.result]))
+            outer = ("inner(tr, batch, flag)", *outer)
+        functions.append(indented("def step(tr, batch, flag):", [*reads, *outer, self.result]))
         for name in ("before", "after"):
             functions.append(indented(f"def {name}(i):", [*head, *getattr(self, name)]))
-        roots = ", ".join(("tr", "vars_of(held)", *self.variables, "log"))
-        return "\n".join([HEADER, *self.setup, "log = []", *functions, f"def roots():\n    return [{roots}]", ""])
+        roots = ", ".join(("tr", "vars_of(held)", *self.variables, "batch", "log"))
+        functions.append(f"def roots():\n    return [{roots}]\n")
+        return "\n".join([HEADER, *self.setup, f"batch = {self.batch.made}", "log = []", *functions])
 
     def __str__(self) -> str:
         text = self.text().removeprefix(HEADER).replace("DEVICE", "'cpu'")
         flag = "i % 2 == 0" if self.alternates else "False"
-        keeps = "log.append(result); " if self.keeps_results else ""
-        loop = f"for i in range(8):\n    before(i); x.fill_(i); result = step(tr, x, {flag}); {keeps}after(i)\n"
-        return f"# seed {self.seed}\n{text}\n{loop}"
+        loop = [f"batch = {self.batch.made}"] if self.batch.is_new else []
+        loop += ["log.append(batch)"] if self.keeps_batches else []
+        loop += ["before(i)", "x.fill_(i)", f"result = step(tr, batch, {flag})"]
+        loop += ["log.append(result)"] if self.keeps_results else []
+        return f"# seed {self.seed}\n{text}\n{indented('for i in range(8):', [*loop, 'after(i)'])}\n"
 
     def smaller(self) -> Iterator[Program]:
         """Programs with one thing less."""
@@ -80,8 +82,9 @@ class Program:
             for number in range(len(statements)):
                 inner = self.inner - (name == "body" and number < self.inner)
                 yield replace(self, **{name: statements[:number] + statements[number + 1 :]}, inner=inner)
-        if self.keeps_results:
-            yield replace(self, keeps_results=False)
+        for name in ("keeps_results", "keeps_batches"):
+            if getattr(self, name):
+                yield replace(self, **{name: False})
         if self.is_inner_graphed:
             yield replace(self, is_inner_graphed=False)
         elif self.inner:
@@ -96,8 +99,12 @@ def generate(seed: int) -> Program:
     fields = _fields(rng)
     spots = [spot for field in fields for spot in field.shape.spots(field.path)]
     variables = tuple(field.path for field in fields if field.path.startswith("g_"))
-    statements = Statements(rng, spots)
-    body = ["tr.total.add_(1)"]
+    computation, batch = Computation.draw(rng), Batch.draw(rng)
+    given = Shape.draw(rng, 1)
+    batch = replace(batch, made=batch.made.replace("*", given.made(rng, is_first=True)))
+    in_batch = given.spots(batch.part) if batch.part else ()
+    statements = Statements(rng, [*spots, *in_batch], computation.statements)
+    body = list(computation.first)
     body += [one for _ in range(rng.randint(1, 5)) for one in statements.of_function()]
     # What was changed is often given new, as a replay could do it.
     body += [f"{field.path} = {field.shape.made(rng, is_first=True)}" for field in fields if rng.random() < 0.5]
@@ -105,7 +112,7 @@ def generate(seed: int) -> Program:
     is_split = rng.random() < 0.25 and all(not spot.path.startswith("v") for spot in statements.spots)
     return Program(
         seed=seed,
-        setup=_setup(rng, fields),
+        setup=_setup(rng, fields, computation),
         variables=variables,
         body=tuple(body),
         result=statements.result(),
@@ -115,6 +122,8 @@ def generate(seed: int) -> Program:
         after=_around(rng, spots),
         keeps_results=rng.random() < 0.5,
         alternates=rng.random() < 0.3,
+        batch=batch,
+        keeps_batches=rng.random() < 0.3,
     )
 
 
@@ -128,12 +137,13 @@ def _fields(rng: random.Random) -> list[Spot]:
     return fields
 
 
-def _setup(rng: random.Random, fields: list[Spot]) -> tuple[str, ...]:
+def _setup(rng: random.Random, fields: list[Spot], computation: Computation) -> tuple[str, ...]:
     own = [field.path.removeprefix("tr.") for field in fields if field.path.startswith("tr.")]
-    names = ", ".join(f"{name!r}" for name in ("total", "w", "p", *own))
+    names = ", ".join(f"{name!r}" for name in (*computation.names, *own))
     trainer = rng.choice(tuple(_TRAINERS.values())).replace("{names}", names)
     made = [f"{field.path} = {field.shape.made(rng, is_first=True)}" for field in fields]
-    return (trainer, "class held:\n    pass", "tr = Trainer()", *_TENSORS, *made)
+    first = ("torch.manual_seed(0)", "class held:\n    pass", "tr = Trainer()", "x = torch.ones(3, device=DEVICE)")
+    return (trainer, *first, *computation.setup, *made)
 
 
 def _around(rng: random.Random, spots: list[Spot]) -> tuple[str, ...]:

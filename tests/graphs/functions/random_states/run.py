@@ -60,11 +60,15 @@ class _Run:
         """One call and what is around it; whether no error came."""
         at = f"before call {number}"
         try:
+            if program.batch.is_new:
+                names["batch"] = eval(program.batch.made, names)
+            if program.keeps_batches:
+                names["log"].append(names["batch"])
             names["before"](number)
             names["x"].fill_(number)
             before, at = picture(names["roots"]()), f"call {number}"
             captured = _captures(step)
-            result = step(names["tr"], names["x"], program.alternates and number % 2 == 0)
+            result = step(names["tr"], names["batch"], program.alternates and number % 2 == 0)
             if _captures(step) != captured:
                 self.captures.add(number)
             is_apart = number in self.captures

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from .shapes import Spot, value
 
-_TENSORS = (
-    "tr.total.add_(x)",
-    "tr.w.mul_(0.5)",
-    "tr.total.copy_(tr.w)",
-    "(tr.p * x).sum().backward()",
-    "tr.total.add_(tr.p.grad)",
-    "tr.p.grad.zero_()",
-    "with torch.no_grad():\n    tr.p.sub_(tr.p.grad)",
-)
 _CONDITIONS = ("flag", "not flag", "len(repr(#)) > 3", "# is None", "# == 0", "isinstance(#, list)")
 _WHEN = ("i == 3", "i == 4", "i % 2", "i > 2", "i < 3", "True")
 _KEEPS = (
@@ -28,11 +20,12 @@ _KEEPS = (
 
 
 class Statements:
-    """Draws statements over ``spots``. Variables that they set are spots for later ones."""
+    """Draws statements over ``spots``, and such of ``computation``. Variables that they set are spots for later ones."""
 
-    def __init__(self, rng: random.Random, spots: list[Spot]) -> None:
+    def __init__(self, rng: random.Random, spots: list[Spot], computation: Sequence[str] = ()) -> None:
         self._rng = rng
         self.spots = list(spots)
+        self._computation = computation
         self._variables = 0
 
     def of_function(self, depth: int = 0) -> list[str]:
@@ -44,7 +37,7 @@ class Statements:
         if kind == "branch":
             return self._branch(depth)
         if kind == "tensors":
-            return [self._rng.choice(_TENSORS)]
+            return [self._rng.choice(self._computation)]
         return self._edit(kind)
 
     def _edit(self, kind: str) -> list[str]:
