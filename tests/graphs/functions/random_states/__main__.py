@@ -11,7 +11,7 @@ import torch
 from te_graph.testing import deterministic
 
 from .program import generate
-from .run import report, run, tally
+from .run import refusals, report, run, tally
 
 
 def main() -> int:
@@ -38,6 +38,8 @@ def main() -> int:
                 break
     counts = tally(outcomes)
     print(dict(counts))
+    for reason, count in refusals(outcomes).most_common(20):
+        print(f"  {count:5d} x {reason}")
     return 1 if any(outcome.is_wrong for outcome in outcomes) else 0
 
 

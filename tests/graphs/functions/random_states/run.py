@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections import Counter
@@ -152,6 +153,12 @@ def report(program: Program, outcome: Outcome, device: str = "cpu") -> str:
     """A failure, with a program that is as small as it goes."""
     small, found = shrink(program, outcome, device)
     return f"{outcome.verdict}: {outcome.detail}\n{small}\n# {found.verdict}: {found.detail}"
+
+
+def refusals(outcomes: Iterable[Outcome]) -> Counter[str]:
+    """How often there was which reason, without names and numbers."""
+    told = (one.detail.partition(": CaptureError: ")[2] for one in outcomes if one.verdict == "refused")
+    return Counter(re.sub(r"(argument|global variable|class|default of) \S+|\d+", r"\1 #", one)[:150] for one in told)
 
 
 def tally(outcomes: Iterable[Outcome]) -> Counter[str]:

@@ -20,7 +20,11 @@ _KEEPS = (
 
 
 class Statements:
-    """Draws statements over ``spots``, and such of ``computation``. Variables that they set are spots for later ones."""
+    """Draws statements over ``spots``, and some of ``computation``. Variables that they set are spots for later ones.
+
+    Attributes:
+        spots: that there are by now.
+    """
 
     def __init__(self, rng: random.Random, spots: list[Spot], computation: Sequence[str] = ()) -> None:
         self._rng = rng
