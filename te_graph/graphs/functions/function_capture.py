@@ -225,6 +225,8 @@ class _Attempt:
         self._host_steps = _C.HostSteps()
         self._fp8_calls = 0
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
+        # Made now, too: it compares with what the sources hold when it is made.
+        self._apart_before = FunctionGuard(self._before, used=None, is_strict=False, tells_shared=False)
         tensors = (source for source in self._before if isinstance(source.obj, Tensor) and not source.obj._is_view())
         self._histories = [(source.name, source.obj, source.obj.grad_fn) for source in tensors]
         self._containers = ContainerState(
@@ -340,8 +342,7 @@ class _Attempt:
                     "not: write a detached value (value.detach(), torch.no_grad()), or return the result"
                 )
         if change := self._state_before.guard.check(self._call):
-            apart = FunctionGuard(self._before, used=None, is_strict=False, tells_shared=False)
-            if not apart.guard.check(self._call):
+            if not self._apart_before.guard.check(self._call):
                 raise PartedError(change, self._state_before.guard)
             raise self._refusal_of_change(change)
 

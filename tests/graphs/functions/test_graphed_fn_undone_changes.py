@@ -4,6 +4,7 @@ objects, runs eagerly until a call finds what it needs."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,22 @@ def note(history: History, value: Tensor, is_best: bool, make: Callable[[], Any]
     history.row = make()
     if is_best:
         history.best = history.row
+
+
+def test_a_call_that_changes_what_it_parts_and_replaces(device: str) -> None:
+    def step(history: History) -> None:
+        history.total.add_(1)
+        history.row["epochs"] += 1
+        history.row, history.best = Counter(), Counter()
+
+    history, replayed = History(torch.zeros((), device=device), Counter(), Counter()), graphed(step)
+    for number in range(1, 7):
+        if number % 2 == 0:
+            history.best = history.row
+        replayed(history)
+        assert history.best is not history.row
+        assert history.best == history.row == {}
+        assert history.total == number
 
 
 @pytest.mark.parametrize("make", [Row, lambda: {"epoch": 0}, lambda: [[]]])
