@@ -8,14 +8,20 @@
 
 namespace te_graph {
 
+// Of the current device; 0 if it cannot be asked.
+inline int64_t multiprocessors() {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+
 // Of `threads` each, on the current device, but no more than `most`.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, int64_t most) {
-    int device = 0, multiprocessors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    int resident = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0);
-    return std::min(most, int64_t{multiprocessors} * resident);
+    return std::min(most, multiprocessors() * resident);
 }
 
 }  // namespace te_graph

@@ -5,25 +5,25 @@
 namespace te_graph::fp8 {
 namespace {
 
-// Grid: one block of 256 threads for a tile of 128 x 128 elements of what is made (cast_tile.cuh).
+// Grid: one block of 256 threads for a tile of what is made, of 128 x 128 or of 128 x 32 elements (cast_tile.cuh).
 // Bytes per element made, of b bytes: for y, b read (gated 2 b); for the gradient of x, 2 b read (gated 2.5 b, which
 // the tiles of gate and up read once each, the second time from L2); 1 written, and 1 for the transposed copy.
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
-template <typename T, Format kFormat, typename Source>
+template <typename T, Format kFormat, typename Source, Tiling kTiling>
 __global__ void __launch_bounds__(kThreads, 2)
     fp8_activation_cast_kernel(const ActivationArguments work, const Cast cast, const ColumnSums sums,
                                const bool in_cluster) {
     wait_for_kernel_before();
-    __shared__ Shared<Source::kExtra> shared;
+    __shared__ Shared<Source::kExtra, kTiling> shared;
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index, in_cluster);
-    const Position position = position_in(corner);
+    const Corner corner(cast, index, kTiling, in_cluster);
+    const Position position = position_in<kTiling>(corner);
     Source source(work, position);
     read_tile<T, kFormat, true>(source, cast, sums, position, shared);
     __syncthreads();
     write_tile(cast, corner, index, shared);
     if constexpr (has_sums(Source::kExtra)) {
-        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{sums, shared.sums});
+        end_sums<kTiling>(corner, cast.rows, cast.columns, in_cluster, TileSums<kTiling>{sums, shared.sums});
     }
 }
 
@@ -51,8 +51,10 @@ cudaError_t launch_activation_cast(const ActivationArguments& work, const Cast& 
     cudaError_t error = cudaSuccess;
     with_source(work, [&]<typename T, typename Source>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            constexpr auto kKernel = fp8_activation_cast_kernel<T, kFormat, Source>;
-            error = launch_with_sums<kKernel>(cast, {sums}, {}, stream, work, cast, sums);
+            error = with_tiling(cast, [&]<Tiling kTiling>() {
+                constexpr auto kKernel = fp8_activation_cast_kernel<T, kFormat, Source, kTiling>;
+                return launch_with_sums<kKernel, kTiling>(cast, {sums}, {}, stream, work, cast, sums);
+            });
         });
     });
     return error;

@@ -65,6 +65,7 @@ struct ActivationSource {
         if constexpr (kGated) loaded.up = load_eight<kAligned>(first + columns, end);
         return loaded;
     }
+    __device__ void prepare() {}
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
         Vector<T, 8> y;
         with_activation(activation, [&]<Activation kActivation>() {
@@ -108,6 +109,7 @@ struct ActivationBackwardSource {
         if constexpr (kGated) loaded.up = load_eight<kAligned>(first + columns, is_of_up ? 0 : end);
         return loaded;
     }
+    __device__ void prepare() {}
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const {
         Vector<T, 8> dx;
         with_activation(activation, [&]<Activation kActivation>() {

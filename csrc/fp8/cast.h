@@ -52,7 +52,7 @@ TE_GRAPH_HOST_DEVICE constexpr int64_t out_t_stride(const Cast& cast) {
 
 // Matrices are cast in tiles of this many rows and columns.
 constexpr int64_t kTile = 128;
-constexpr int64_t tiles_in(int64_t size) { return (size + kTile - 1) / kTile; }
+TE_GRAPH_HOST_DEVICE constexpr int64_t tiles_in(int64_t size, int64_t tile = kTile) { return (size + tile - 1) / tile; }
 constexpr int64_t tiles_of(const Cast& cast) { return tiles_in(cast.rows) * tiles_in(cast.columns); }
 
 // The tile `index` of matrix `entry`, counted along its rows.

@@ -1,7 +1,8 @@
 // One tile of a cast with a transposed copy, by one block.
 //
-// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Transposed in
-// registers, the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
+// Of a wide tile a thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8.
+// Transposed in registers, they go through shared memory, from which 8 threads write 128 neighbours of a column. Of a
+// thin one it holds 2 x 8.
 #pragma once
 
 #include "fp8/column_sums.cuh"
@@ -14,14 +15,19 @@ enum class Extra { kNone, kSums, kSumsAndCounts };
 constexpr bool has_counts(Extra extra) { return extra == Extra::kSumsAndCounts; }
 constexpr bool has_sums(Extra extra) { return extra != Extra::kNone; }
 
-template <Extra kExtra>
+template <Extra kExtra, Tiling kTiling>
 struct Shared {
-    // [kTile columns][kTile rows], in pieces of 8 rows. Piece p of column c lies where p ^ (c / 8) would be, so that
-    // threads of a warp, which write the same piece of columns 8 apart, meet in no bank.
-    uint2 transposed[kTile][kLanes];
+    uint2 transposed[columns_of(kTiling)][kGroups];  // of each column pieces of 8 rows, where place_of() says
     BlockFindings<has_counts(kExtra)> findings;
-    float sums[has_sums(kExtra) ? kLanes : 1][kTile];
+    float sums[has_sums(kExtra) ? kGroups : 1][columns_of(kTiling)];
+    SharedTerms<has_sums(kExtra) ? kTiling : Tiling::kWide> terms;
 };
+// Where piece `piece` of a column of eight `lane` lies, so that threads of a warp, which write columns 8 apart, meet in
+// no bank.
+template <Tiling kTiling>
+__device__ int place_of(int piece, int lane) {
+    return piece ^ lane * (kGroups / lanes_of(kTiling));
+}
 
 // rows: 8 x 8 bytes, row by row; on return column by column.
 __device__ inline void transpose(uint2 (&rows)[8]) {
@@ -45,12 +51,35 @@ __device__ inline void transpose(uint2 (&rows)[8]) {
     }
 }
 
+// Puts the bytes of a thread's rows, of eight columns, where they are read along the columns.
+template <Tiling kTiling>
+__device__ void put_transposed(uint2 (&rows)[rows_of(kTiling)], uint2 (&transposed)[columns_of(kTiling)][kGroups]) {
+    const int lane = threadIdx.x % lanes_of(kTiling), first = threadIdx.x / lanes_of(kTiling);
+    if constexpr (kTiling == Tiling::kWide) {
+        transpose(rows);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) transposed[lane * 8 + k][place_of<kTiling>(first, lane)] = rows[k];
+    } else {
+        constexpr int kPairs = kGroupRows / 2;  // of a piece
+        const uint32_t pairs[] = {__byte_perm(rows[0].x, rows[1].x, 0x5140), __byte_perm(rows[0].x, rows[1].x, 0x7362),
+                                  __byte_perm(rows[0].y, rows[1].y, 0x5140), __byte_perm(rows[0].y, rows[1].y, 0x7362)};
+        const int place = place_of<kTiling>(first / kPairs, lane);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            auto* const piece = reinterpret_cast<uint16_t*>(&transposed[lane * 8 + k][place]);
+            piece[first % kPairs] = static_cast<uint16_t>(pairs[k / 2] >> k % 2 * 16);
+        }
+    }
+}
+
 struct Position {
     int64_t row, column;
 };
-// Of the first element of a thread's 8 x 8.
-__device__ inline Position position_in(const Corner& corner) {
-    return {corner.top + threadIdx.x / kLanes * 8, corner.left + threadIdx.x % kLanes * 8};
+// Of the first element of a thread.
+template <Tiling kTiling>
+__device__ Position position_in(const Corner& corner) {
+    constexpr int kLanes = lanes_of(kTiling);
+    return {corner.top + threadIdx.x / kLanes * rows_of(kTiling), corner.left + threadIdx.x % kLanes * 8};
 }
 
 // Where the elements of a thread come from: here, those of a matrix. Others make them of what they load; what is not
@@ -66,39 +95,41 @@ struct MatrixSource {
         : first(static_cast<const T*>(cast.input) + position.row * cast.columns + position.column),
           stride(cast.columns) {}
 
-    // Those of row i of the eight; zeros from `end` on.
+    // Those of row i of the thread; zeros from `end` on.
     template <bool kAligned>
     __device__ Loaded load(int i, int64_t end) const {
         return load_eight<kAligned>(first + i * stride, end);
     }
+    __device__ void prepare() {}  // for make(), once the first rows are on their way
     __device__ Vector<T, 8> make(int, const Loaded& loaded, bool) const { return loaded; }
 };
 
 // Reads a tile of what `source` has, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are
 // aligned, and within the matrix or behind it.
-template <typename T, Format kFormat, bool kAligned, Extra kExtra, typename Source>
+template <typename T, Format kFormat, bool kAligned, Extra kExtra, Tiling kTiling, typename Source>
 __device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& column_sums, const Position& position,
-                          Shared<kExtra>& shared) {
-    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+                          Shared<kExtra, kTiling>& shared) {
+    constexpr int kRows = rows_of(kTiling);
     const auto [row, column] = position;
     uint8_t* const out = cast.out + row * cast.columns + column;
     const int64_t columns = cast.columns - column;
     const float scale = *cast.scale;
 
     Findings<has_counts(kExtra)> findings;
-    float sums[has_sums(kExtra) ? 8 : 1] = {};
-    uint2 bytes[8];
-    // 128 bytes in flight for each thread, or twice that where several are loaded for each.
-    constexpr int kBatch = 16 / sizeof(T) / (Source::kLoads == 1 ? 1 : 2);
-    static_assert(8 % kBatch == 0);
+    ThreadSums<kTiling> sums;
+    uint2 bytes[kRows];
+    // About 128 bytes in flight for each thread.
+    constexpr int kBatch = std::min<int>(kRows, 16 / sizeof(T) / (Source::kLoads == 3 ? 4 : Source::kLoads));
+    static_assert(kRows % kBatch == 0);
 #pragma unroll
-    for (int first = 0; first < 8; first += kBatch) {
+    for (int first = 0; first < kRows; first += kBatch) {
         typename Source::Loaded batch[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + b;
             batch[b] = source.template load<kAligned>(i, row + i < cast.rows ? columns : 0);
         }
+        if (first == 0) source.prepare();
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             const int i = first + b;
@@ -107,31 +138,27 @@ __device__ void read_tile(Source& source, const Cast& cast, const ColumnSums& co
             store_eight<kAligned>(out + i * cast.columns, bytes[i], row + i < cast.rows ? columns : 0);
             if constexpr (has_sums(kExtra)) {
 #pragma unroll
-                for (int k = 0; k < 8; ++k) sums[k] = __fadd_rn(sums[k], widen(made.values[k]));
+                for (int k = 0; k < 8; ++k) sums.add(i, k, widen(made.values[k]));
             }
         }
     }
     shared.findings.put(findings);
     if constexpr (has_sums(kExtra)) {
-        if (column_sums.out) TileSums{column_sums, shared.sums}.put(sums);
+        if (column_sums.out) TileSums<kTiling>{column_sums, shared.sums}.put(sums, shared.terms);
     }
-    if (cast.out_t) {
-        transpose(bytes);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) shared.transposed[lane * 8 + k][group ^ lane] = bytes[k];
-    }
+    if (cast.out_t) put_transposed<kTiling>(bytes, shared.transposed);
 }
 
-template <Extra kExtra>
-__device__ void write_transposed(const Cast& cast, const Corner& corner, const Shared<kExtra>& shared) {
+template <Extra kExtra, Tiling kTiling>
+__device__ void write_transposed(const Cast& cast, const Corner& corner, const Shared<kExtra, kTiling>& shared) {
     const int64_t stride = out_t_stride(cast);
     const bool is_aligned = stride % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
     constexpr int kPieces = kTile / 16;  // of a column
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
-        const int column = i / kPieces, piece = i % kPieces, swizzle = column / 8;
-        uint4 bytes = reinterpret_cast<const uint4*>(shared.transposed[column])[piece ^ (swizzle >> 1)];
-        if (swizzle & 1) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
+    for (int i = threadIdx.x; i < columns_of(kTiling) * kPieces; i += kThreads) {
+        const int column = i / kPieces, piece = i % kPieces, place = place_of<kTiling>(2 * piece, column / 8);
+        uint4 bytes = reinterpret_cast<const uint4*>(shared.transposed[column])[place / 2];
+        if (place % 2) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
         const int64_t row = corner.top + piece * 16, at = corner.left + column;
         if (at >= cast.columns || row >= stride) continue;
         uint8_t* const out = cast.out_t + at * stride + row;
@@ -145,8 +172,8 @@ __device__ void write_transposed(const Cast& cast, const Corner& corner, const S
 }
 
 // The tile `index` after read_tile() and a barrier: what the threads left in `shared`.
-template <Extra kExtra>
-__device__ void write_tile(const Cast& cast, const Corner& corner, int index, const Shared<kExtra>& shared) {
+template <Extra kExtra, Tiling kTiling>
+__device__ void write_tile(const Cast& cast, const Corner& corner, int index, const Shared<kExtra, kTiling>& shared) {
     if (cast.out_t) write_transposed(cast, corner, shared);
     shared.findings.flush(cast);
     if (index == 0 && threadIdx.x == 0 && cast.scale_inv) *cast.scale_inv = __frcp_rn(*cast.scale);
@@ -154,11 +181,11 @@ __device__ void write_tile(const Cast& cast, const Corner& corner, int index, co
 
 // How tiles are read where casts differ, and where all are of one kind (cast.h).
 struct Mixed {
-    template <Extra kExtra>
+    template <Extra kExtra, Tiling kTiling>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
-                                Shared<kExtra>& shared) {
+                                Shared<kExtra, kTiling>& shared) {
         with_cast(cast, [&]<typename T, Format kFormat>() {
-            const Position position = position_in(corner);
+            const Position position = position_in<kTiling>(corner);
             MatrixSource<T> source(cast, position);
             if (cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out)) {
                 read_tile<T, kFormat, true>(source, cast, column_sums, position, shared);
@@ -170,10 +197,10 @@ struct Mixed {
 };
 template <typename T, Format kFormat>
 struct Uniform {
-    template <Extra kExtra>
+    template <Extra kExtra, Tiling kTiling>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
-                                Shared<kExtra>& shared) {
-        const Position position = position_in(corner);
+                                Shared<kExtra, kTiling>& shared) {
+        const Position position = position_in<kTiling>(corner);
         MatrixSource<T> source(cast, position);
         read_tile<T, kFormat, true>(source, cast, column_sums, position, shared);
     }

@@ -1,8 +1,8 @@
 // Casts with a transposed copy, of one matrix or of many.
 //
-// Grid: one block of 256 threads for a tile of 128 x 128 elements (cast_tile.cuh); for a table in device memory as many
-// blocks as are resident at once, which take the next tile when they are through with one. So a launch that is skipped
-// costs next to nothing, and tiles that are worked on at a time lie side by side.
+// Grid: one block of 256 threads for a tile of 128 x 128 or of 128 x 32 elements (cast_tile.cuh); for a table in device
+// memory as many blocks as are resident at once, which take the next tile when they are through with one. So a launch
+// that is skipped costs next to nothing, and tiles that are worked on at a time lie side by side.
 // Bytes per element: the input read once, 1 written, and 1 for the transposed copy.
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
 #include <algorithm>
@@ -37,22 +37,23 @@ struct InlineCasts {
 constexpr int kManyCasts = 384;
 static_assert(sizeof(InlineCasts<kManyCasts>) <= 32764 - 64);
 
-template <typename Kind, Extra kExtra, int kCasts>
+template <typename Kind, Extra kExtra, int kCasts, Tiling kTiling>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     fp8_cast_transpose_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums,
                               const Flag noop, const bool in_cluster) {
     wait_for_kernel_before();
     if (is_set(noop)) return;
-    __shared__ Shared<kExtra> shared;
+    __shared__ Shared<kExtra, kTiling> shared;
     const int entry = kCasts == 1 ? 0 : table.find(blockIdx.x);
     const Cast& cast = table.casts[entry];
     const int index = static_cast<int>(blockIdx.x - table.first_tiles[entry]);
-    const Corner corner(cast, index, in_cluster);
+    const Corner corner(cast, index, kTiling, in_cluster);
     Kind::read(cast, column_sums, corner, shared);
     __syncthreads();
     write_tile(cast, corner, index, shared);
     if constexpr (has_sums(kExtra)) {
-        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{column_sums, shared.sums});
+        const TileSums<kTiling> sums{column_sums, shared.sums};
+        end_sums<kTiling>(corner, cast.rows, cast.columns, in_cluster, sums);
     }
 }
 
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
                                   const Flag noop) {
     if (is_set(noop)) return;
     constexpr int kParts = sizeof(Cast) / sizeof(uint4);
-    __shared__ Shared<kExtra> shared;
+    __shared__ Shared<kExtra, Tiling::kWide> shared;
     __shared__ uint4 parts[2][kParts];
     __shared__ int indices[2];
     __shared__ uint32_t next_tile;
@@ -102,8 +103,10 @@ cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, cons
     const InlineCasts<1> table{{cast}, {0}, 1};
     cudaError_t error = cudaSuccess;
     const auto launch = [&]<typename Kind, Extra kExtra>() {
-        constexpr auto kKernel = fp8_cast_transpose_kernel<Kind, kExtra, 1>;
-        error = launch_with_sums<kKernel>(cast, {sums}, noop, stream, table, sums, noop);
+        error = with_tiling(cast, [&]<Tiling kTiling>() {
+            constexpr auto kKernel = fp8_cast_transpose_kernel<Kind, kExtra, 1, kTiling>;
+            return launch_with_sums<kKernel, kTiling>(cast, {sums}, noop, stream, table, sums, noop);
+        });
     };
     if (sums.out) {
         with_kind<true>(kind_of(cast), launch);
@@ -127,8 +130,9 @@ cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, c
             tiles += more;
             is_counting |= cast.counts != nullptr;
         }
-        const auto kernel = is_counting ? fp8_cast_transpose_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts>
-                                        : fp8_cast_transpose_kernel<Mixed, Extra::kNone, kManyCasts>;
+        const auto kernel = is_counting
+                                ? fp8_cast_transpose_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts, Tiling::kWide>
+                                : fp8_cast_transpose_kernel<Mixed, Extra::kNone, kManyCasts, Tiling::kWide>;
         kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop, false);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }

@@ -43,7 +43,9 @@ __global__ void __launch_bounds__(kThreads)
     unsigned amax = 0;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < eights; i += int64_t{gridDim.x} * kThreads) {
         Source source(work, {i / across, i % across * 8});
-        const auto made = source.make(0, source.template load<true>(0, 8), true);
+        const auto loaded = source.template load<true>(0, 8);
+        source.prepare();
+        const auto made = source.make(0, loaded, true);
 #pragma unroll
         for (int k = 0; k < 8; ++k) amax = max(amax, amax_bits(made.values[k]));
     }

@@ -1,6 +1,6 @@
 // Layer norm and RMS norm, cast where they are made, and their derivatives.
 //
-// Rows are worked on by a warp each, four a block; the rest in tiles of 128 x 128 elements, a block of 256 threads each
+// Rows are worked on by a warp each, four a block; the rest in tiles of 128 x 128 or of 128 x 32 elements, a block each
 // (cast_tile.cuh).
 // Determinism: every element has one writer; sums have a fixed order (layer_norm.h); amax is a maximum.
 #include <algorithm>
@@ -13,11 +13,22 @@ namespace {
 
 constexpr int kRows = 4;  // of a block
 
-// Sums over a row of what terms(column, sums) adds, for eight columns from `column` on. All lanes of the warp get them.
-template <int kSums, typename Terms>
-__device__ void sum_row(int64_t columns, float (&sums)[kSums], const Terms& terms) {
-#pragma unroll 4
-    for (int64_t column = threadIdx.x % kRowLanes * 8; column < columns; column += kRowLanes * 8) terms(column, sums);
+// Sums over a row of what add(load(column), sums) adds, for eight columns from `column` on. All lanes of the warp get
+// them.
+template <int kSums, typename Load, typename Add>
+__device__ void sum_row(int64_t columns, float (&sums)[kSums], const Load& load, const Add& add) {
+    constexpr int kBatch = 4, kStride = kRowLanes * 8;  // eights that are loaded before the first is added
+    for (int64_t from = threadIdx.x % kRowLanes * 8; from < columns; from += kBatch * kStride) {
+        decltype(load(from)) batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            if (from + b * kStride < columns) batch[b] = load(from + b * kStride);
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            if (from + b * kStride < columns) add(batch[b], sums);
+        }
+    }
 #pragma unroll
     for (int apart = kRowLanes / 2; apart > 0; apart /= 2) {
 #pragma unroll
@@ -63,16 +74,14 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(
     }
     float mean[1] = {};
     if (work.mean) {
-        sum_row(work.columns, mean, [&](int64_t column, float(&sums)[1]) {
-            const Vector<T, 8> eight = load_sum(column);
+        sum_row(work.columns, mean, load_sum, [](const Vector<T, 8>& eight, float(&sums)[1]) {
 #pragma unroll
             for (int k = 0; k < 8; ++k) sums[0] = __fadd_rn(sums[0], widen(eight.values[k]));
         });
         mean[0] = __fdiv_rn(mean[0], columns);
     }
     float squares[1] = {};
-    sum_row(work.columns, squares, [&](int64_t column, float(&sums)[1]) {
-        const Vector<T, 8> eight = load_sum(column);
+    sum_row(work.columns, squares, load_sum, [&](const Vector<T, 8>& eight, float(&sums)[1]) {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             const float apart = __fsub_rn(widen(eight.values[k]), mean[0]);
@@ -85,14 +94,14 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_stats_kernel(
 }
 
 // Grid: one block for a tile. Bytes per element of b bytes: b read, 1 written, and 1 for the transposed copy.
-template <typename T, Format kFormat>
+template <typename T, Format kFormat, Tiling kTiling>
 __global__ void __launch_bounds__(kThreads, 2)
     fp8_layer_norm_cast_kernel(const LayerNorm work, const Cast cast, const bool in_cluster) {
     wait_for_kernel_before();
-    __shared__ Shared<Extra::kNone> shared;
+    __shared__ Shared<Extra::kNone, kTiling> shared;
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index, in_cluster);
-    const Position position = position_in(corner);
+    const Corner corner(cast, index, kTiling, in_cluster);
+    const Position position = position_in<kTiling>(corner);
     LayerNormSource<T> source(work, position);
     read_tile<T, kFormat, true>(source, cast, {}, position, shared);
     __syncthreads();
@@ -110,15 +119,21 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
     const T* const grad = static_cast<const T*>(work.grad) + row * norm.columns;
     const Row at(norm, row);
     float sums[2] = {};
-    // The dtype is asked for once, so that several eights are loaded before the first is added.
     with_dtype(norm.weight_dtype, [&]<typename W>() {
-        sum_row(norm.columns, sums, [&](int64_t column, float(&totals)[2]) {
-            const Vector<T, 8> of_sum = load_eight<true>(sum + column, 8), dy = load_eight<true>(grad + column, 8);
-            const Vector<float, 8> gain = gain_of<W>(norm, column);
+        struct Loaded {
+            Vector<T, 8> sum, dy;
+            Vector<W, 8> weight;
+        };
+        const auto load = [&](int64_t column) -> Loaded {
+            return {load_eight<true>(sum + column, 8), load_eight<true>(grad + column, 8),
+                    eight_of<W>(norm.weight, column)};
+        };
+        sum_row(norm.columns, sums, load, [&](const Loaded& loaded, float(&totals)[2]) {
+            const Vector<float, 8> gain = gain_of(norm, loaded.weight);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
-                const float dn = __fmul_rn(widen(dy.values[k]), gain.values[k]);
-                totals[0] = __fadd_rn(totals[0], __fmul_rn(dn, at.normalized(of_sum.values[k])));
+                const float dn = __fmul_rn(widen(loaded.dy.values[k]), gain.values[k]);
+                totals[0] = __fadd_rn(totals[0], __fmul_rn(dn, at.normalized(loaded.sum.values[k])));
                 totals[1] = __fadd_rn(totals[1], dn);
             }
         });
@@ -129,38 +144,53 @@ __global__ void __launch_bounds__(kRows* kRowLanes) fp8_layer_norm_row_sums_kern
     }
 }
 
+// What read_tile() makes, where it is not cast.
+template <Tiling kTiling, typename Source>
+__device__ void make_rows(Source& source, const Cast& cast, const Position& position) {
+    constexpr int kBatch = 2;  // rows that are loaded before the first is made
+    const auto is_inside = [&](int i) { return position.row + i < cast.rows && position.column < cast.columns; };
+#pragma unroll
+    for (int first = 0; first < rows_of(kTiling); first += kBatch) {
+        typename Source::Loaded batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            batch[b] = source.template load<true>(first + b, is_inside(first + b) ? 8 : 0);
+        }
+        if (first == 0) source.prepare();
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) source.make(first + b, batch[b], is_inside(first + b));
+    }
+}
+
 // Grid: one block for a tile. kCasts: ds is cast.
 // Bytes per element of b bytes: 2 b read, b written, b more for grad_sum, 1 for the cast, and 1 for its transposed
 // copy.
-template <typename T, Format kFormat, bool kCasts>
+template <typename T, Format kFormat, bool kCasts, Tiling kTiling>
 __global__ void __launch_bounds__(kThreads, 2)
     fp8_layer_norm_backward_kernel(const LayerNormBackward work, const Cast cast, const ColumnSums sums,
                                    const bool in_cluster) {
     wait_for_kernel_before();
-    __shared__ Shared<Extra::kSums> shared;
-    __shared__ float weight_sums[kLanes][kTile], bias_sums[kLanes][kTile];
-    const TileSums of_weight{work.weight_sums, weight_sums}, of_bias{work.bias_sums, bias_sums};
+    __shared__ Shared<Extra::kSums, kTiling> shared;
+    __shared__ float weight_sums[kGroups][columns_of(kTiling)], bias_sums[kGroups][columns_of(kTiling)];
+    const TileSums<kTiling> of_weight{work.weight_sums, weight_sums}, of_bias{work.bias_sums, bias_sums};
     const auto index = static_cast<int>(blockIdx.x);
-    const Corner corner(cast, index, in_cluster);
-    const Position position = position_in(corner);
-    LayerNormBackwardSource<T> source(work, position);
+    const Corner corner(cast, index, kTiling, in_cluster);
+    const Position position = position_in<kTiling>(corner);
+    LayerNormBackwardSource<T, kTiling> source(work, position);
     if constexpr (kCasts) {
         read_tile<T, kFormat, true>(source, cast, sums, position, shared);
     } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const bool is_inside = position.row + i < cast.rows && position.column < cast.columns;
-            source.make(i, source.template load<true>(i, is_inside ? 8 : 0), is_inside);
-        }
+        make_rows<kTiling>(source, cast, position);
     }
-    of_weight.put(source.weight_sums.values);
-    of_bias.put(source.bias_sums.values);
+    of_weight.put(source.weight_sums, shared.terms);
+    of_bias.put(source.bias_sums, shared.terms);
     __syncthreads();
     if constexpr (kCasts) {
         write_tile(cast, corner, index, shared);
-        end_sums(corner, cast.rows, cast.columns, in_cluster, TileSums{sums, shared.sums}, of_weight, of_bias);
+        const TileSums<kTiling> of_cast{sums, shared.sums};
+        end_sums<kTiling>(corner, cast.rows, cast.columns, in_cluster, of_cast, of_weight, of_bias);
     } else {
-        end_sums(corner, cast.rows, cast.columns, in_cluster, of_weight, of_bias);
+        end_sums<kTiling>(corner, cast.rows, cast.columns, in_cluster, of_weight, of_bias);
     }
 }
 
@@ -182,7 +212,10 @@ cudaError_t launch_layer_norm_cast(const LayerNorm& work, const Cast& cast, cuda
     cudaError_t error = cudaSuccess;
     with_dtype(work.dtype, [&]<typename T>() {
         with_format(cast.format, [&]<Format kFormat>() {
-            error = launch_with_sums<fp8_layer_norm_cast_kernel<T, kFormat>>(cast, {}, {}, stream, work, cast);
+            error = with_tiling(cast, [&]<Tiling kTiling>() {
+                constexpr auto kKernel = fp8_layer_norm_cast_kernel<T, kFormat, kTiling>;
+                return launch_with_sums<kKernel, kTiling>(cast, {}, {}, stream, work, cast);
+            });
         });
     });
     return error;
@@ -206,8 +239,11 @@ cudaError_t launch_layer_norm_backward(const LayerNormBackward& work, const Cast
                                                                         stream, work);
         }
         const auto launch = [&]<Format kFormat, bool kCasts>() {
-            constexpr auto kKernel = fp8_layer_norm_backward_kernel<T, kFormat, kCasts>;
-            if (error == cudaSuccess) error = launch_with_sums<kKernel>(cast, each, {}, stream, work, cast, sums);
+            if (error != cudaSuccess) return;
+            error = with_tiling(cast, [&]<Tiling kTiling>() {
+                constexpr auto kKernel = fp8_layer_norm_backward_kernel<T, kFormat, kCasts, kTiling>;
+                return launch_with_sums<kKernel, kTiling>(cast, each, {}, stream, work, cast, sums);
+            });
         };
         if (!work.is_cast) return launch.template operator()<Format::kE4M3, false>();
         with_format(cast.format, [&]<Format kFormat>() { launch.template operator()<kFormat, true>(); });

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from fp8_references import E4M3, E5M2, FP8_DTYPES, FP8_NAN, reference_cast
-from fp8_tensors import X_DTYPES, Poisoned, a_scale, assert_same_bits, formats, numbers, padded, with_specials
+from fp8_tensors import (
+    X_DTYPES,
+    Poisoned,
+    a_scale,
+    assert_same_bits,
+    formats,
+    numbers,
+    padded,
+    with_many_tiles,
+    with_specials,
+)
 from tensor_lists import no_sync, same_bits
 from torch import Tensor
 from torch.nn import functional as F
@@ -81,7 +91,7 @@ def assert_between(out: Tensor, low: Tensor, high: Tensor, scale: Tensor) -> Non
 @formats
 @pytest.mark.parametrize("current", [False, True], ids=["delayed", "current"])
 def test_the_cast_is_that_of_the_activation(activation, gated, x_dtype, dtype, current, device, rng):
-    for shape in SHAPES:
+    for shape in with_many_tiles(SHAPES, device):
         x = an_input(shape, gated, x_dtype, device)
         scale, amax = a_scale(rng, device, dtype), torch.zeros(1, device=device)
         given = {"amax": amax} if current else {"amax": amax, "scale": scale}
@@ -115,7 +125,7 @@ def test_the_cast_is_that_of_the_activation(activation, gated, x_dtype, dtype, c
 @formats
 @pytest.mark.parametrize("current", [False, True], ids=["delayed", "current"])
 def test_the_cast_of_the_gradient_is_that_of_autograd(activation, gated, x_dtype, dtype, current, device, rng):
-    for shape in SHAPES:
+    for shape in with_many_tiles(SHAPES, device):
         x, grad = an_input(shape, gated, x_dtype, device), numbers(shape, x_dtype, device)
         scale, amax = a_scale(rng, device, dtype), torch.zeros(1, device=device)
         given = {"gated": gated, "amax": amax} if current else {"gated": gated, "amax": amax, "scale": scale}

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from fp8_references import E4M3, E5M2, reference_amax, reference_cast, reference_scale
-from fp8_tensors import FORMATS, X_DTYPES, Poisoned, a_scale, assert_same_bits, formats, padded, with_specials
+from fp8_tensors import (
+    FORMATS,
+    X_DTYPES,
+    Poisoned,
+    a_scale,
+    assert_same_bits,
+    formats,
+    padded,
+    with_many_tiles,
+    with_specials,
+)
 from tensor_lists import no_sync, same_bits
 from torch import Tensor
 from torch.nn import functional as F
@@ -180,7 +190,7 @@ def assert_cast(got: tuple[Tensor, ...], amax: Tensor, made: Tensor, scale: Tens
 @pytest.mark.parametrize("current", [False, True], ids=["delayed", "current"])
 @pytest.mark.one_of(5)
 def test_the_forward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, current, device, rng):
-    for shape in SHAPES:
+    for shape in with_many_tiles(SHAPES, device):
         case = a_case(shape, x_dtype, device, rng, rms_norm=rms_norm)
         scale, amax = None if current else a_scale(rng, device, dtype), torch.zeros(1, device=device)
         case.forward(dtype, scale=scale, amax=amax)
@@ -198,7 +208,7 @@ def test_the_forward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, current
 @pytest.mark.parametrize("scaling", ["not cast", "delayed", "current"])
 @pytest.mark.one_of(5)
 def test_the_backward_has_the_bits_of_its_steps(rms_norm, x_dtype, dtype, scaling, device, rng):
-    for shape in SHAPES:
+    for shape in with_many_tiles(SHAPES, device):
         case = a_case(shape, x_dtype, device, rng, rms_norm=rms_norm)
         expected = reference(case)
         statistics = expected.mean[:, 0].to(device), expected.rstd[:, 0].to(device)

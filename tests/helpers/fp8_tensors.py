@@ -24,8 +24,11 @@ formats = pytest.mark.parametrize(
 SMALL_SHAPES = [(1, 1), (8, 8), (16, 16), (43, 43), (43, 256), (256, 43), (1, 768), (768, 1), (7, 13), (129, 65)]
 EMPTY_SHAPES = [(0, 0), (0, 5), (5, 0)]
 # Those of TransformerEngine's test of cast and transpose.
-LARGE_SHAPES = [(1, 3221), (2333, 1), (120, 2080), (256, 256), (1481, 677), (768, 1024)]
+LARGE_SHAPES = [(1, 3221), (2333, 1), (120, 2080), (256, 256), (1481, 677), (768, 1024), (2333, 1033)]
 HUGE_SHAPES = [(2048, 12288), (256, 65536), (65536, 128), (4096, 14336)]
+# Of at least as many tiles of 128 x 128 as GPUs have multiprocessors: kernels work on them in wide tiles, else in thin
+# ones.
+MANY_TILES = [(1665, 1544), (136, 8456)]
 # Flags by dtype: the first leaves a kernel at work, the others make it do nothing.
 FLAGS = {torch.float32: (0.0, 1.0, -3.0, math.nan, 1e-45), torch.int32: (0, 1, -3, 256), torch.bool: (False, True)}
 SET_FLAGS = [(dtype, value) for dtype, values in FLAGS.items() for value in values[1:]]
@@ -35,6 +38,11 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """Random ``[*shape]`` over many powers of two, so that some saturate and some underflow in FP8; all finite."""
     exponents = torch.randint(-12, 6, tuple(shape), device=device)
     return (torch.randn(tuple(shape), device=device) * torch.exp2(exponents)).to(dtype)
+
+
+def with_many_tiles(shapes: list[tuple[int, int]], device: str) -> list[tuple[int, int]]:
+    """``shapes``, and on a GPU those that its kernels work on otherwise."""
+    return shapes if device == "cpu" else [*shapes, *MANY_TILES]
 
 
 def normal_numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:

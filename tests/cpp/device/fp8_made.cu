@@ -14,7 +14,8 @@ namespace {
 using multi_tensor::check;
 using multi_tensor::DeviceTensor;
 
-constexpr Shape kMadeShapes[] = {{1, 8}, {8, 16}, {17, 264}, {129, 136}, {3, 4104}, {256, 384}, {0, 16}};
+constexpr Shape kMadeShapes[] = {{1, 8},     {8, 16}, {17, 264},    {129, 136}, {3, 4104},
+                                 {256, 384}, {0, 16}, {1665, 1288}, {136, 8456}};
 
 // Tensors of the host, and their copies on the device: what both sides write is compared.
 class Twins {
