@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections import Counter, deque
+from collections import Counter, UserDict, UserList, deque
+from typing import Any
 
 from torch import nn
 
@@ -116,10 +117,16 @@ class FunctionGuard:
                 guard.expect_value(at, value_of(obj.maxlen))
         elif is_transparent(obj):
             guard.expect_type(step, type(obj))
-            if self._tells_apart and isinstance(obj, types.FunctionType) and not source.is_ephemeral:
+            if not source.is_ephemeral and self._is_compared(obj):
                 guard.expect_identity(step, obj)
         elif id(source) not in self._incomparable:
             guard.expect_identity(step, obj)
+
+    def _is_compared(self, obj: Any) -> bool:
+        """Whether it counts which object of a transparent kind is in a place that stays."""
+        if isinstance(obj, types.FunctionType):
+            return self._tells_apart
+        return isinstance(obj, UserDict | UserList)  # configurations are such, of which two may become one
 
     def _expect_keys(self, source: GuardedSource, step: int) -> None:
         """The keys of a function's globals and attributes are not compared: those dictionaries are parents only."""

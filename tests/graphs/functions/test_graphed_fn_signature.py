@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict, UserList
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,24 @@ def test_wrapped_dictionaries_may_be_made_anew(device: str, change: Callable[[Te
     scaled(named)
     with pytest.raises(RuntimeError, match=words):
         scaled(Encoding(**change(a)))
+
+
+def test_wrapped_dictionaries_of_a_place_that_stays_are_compared(device: str) -> None:
+    x = torch.ones(3, device=device)
+    configs = SimpleNamespace(train=UserDict(mode="eval"), val=UserDict(mode="eval"))
+
+    def scale(x: Tensor) -> Tensor:
+        configs.train["mode"] = "train"
+        y = x * (2 if configs.val["mode"] == "train" else 1)
+        configs.train["mode"] = "eval"
+        return y
+
+    scaled = graphed(scale, on_mismatch="raise")
+    for _ in range(3):
+        assert_bitwise_equal(scaled(x).clone(), x)
+    configs.val = configs.train
+    with pytest.raises(RuntimeError, match=r"configs\['val'\] was replaced"):
+        scaled(x)
 
 
 def test_a_wrapped_dictionary_and_list_that_are_left_are_those_of_each_call(device: str) -> None:
