@@ -39,12 +39,14 @@ class FP8Layer(ReadyForCapture):
     def make_ready_for_capture(self) -> None:
         """Become a member of the present scope, with a cast weight, whose amax replays record. Where it has trained in
         another one, which what is captured may not lead to, it stays there: it can evaluate here, unless it does so in
-        another one yet, and train after a call."""
+        another one yet, and train after a call. So it stays where a call that trains has led it in a capture's first
+        steps, of which nothing else is left: blocks enter regions of their own."""
         region, weight = current_region(), plain_weight(self)
         if region is not None and region.enabled and weight is not None:
             member = self.fp8
-            is_free = member is None or not member.trains or member.scope is region.scope_on(weight.device)
-            if is_free or self.fp8_evaluated is None:
+            is_led_elsewhere = member is not None and member.scope is not region.scope_on(weight.device)
+            is_free = not is_led_elsewhere or not (member.trains or member.was_called_to_train)
+            if is_free or (member.trains and self.fp8_evaluated is None):
                 member_of(self, region, is_free and torch.is_grad_enabled())
         for member in (self.fp8, self.fp8_evaluated):
             if member is not None and weight is not None and member.fits(weight):

@@ -72,6 +72,7 @@ class Member(OwnObject):
         kept_mark: of the weight, before what is captured, or warmed up, may have written it; None: nothing is.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
+        was_called_to_train: by a call, of which a capture may have put back what it has recorded.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module with ``inputs_first``.
@@ -87,6 +88,7 @@ class Member(OwnObject):
         self.has_weight_scale = False
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
+        self.was_called_to_train = False
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)

@@ -61,6 +61,7 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     scope = region.scope_on(weight.device)
     is_here = member is not None and member.scope is scope and member.fits(weight)
     if is_here and (not records_amax or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
+        member.was_called_to_train |= records_amax
         return member
     if not _can_be_multiplied(module, weight):
         return None
@@ -72,6 +73,7 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     module.fp8 = evaluated if evaluated is not None and evaluated.scope is scope else scope.add(module)
     module.fp8_evaluated, module.loaded_state = evaluated, None
     module.fp8.own_weight = None if before is None else before.own_weight
+    module.fp8.was_called_to_train |= records_amax
     if moved is not None:
         with torch.no_grad():
             module.fp8.load_(moved)

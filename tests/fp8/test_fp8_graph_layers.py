@@ -112,6 +112,44 @@ def test_a_training_is_bit_equal_whenever_its_layers_are_captured(
     assert all(map(same_bits, results, expected))
 
 
+class BlockOfTwoRecipes(nn.Module):
+    """A block that enters a region of its own for a part of it, [*, WIDTH] to [*, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = tg.Linear(WIDTH, WIDTH), tg.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        with tg.fp8_autocast(recipe=CURRENT):
+            return x + self.second(x)
+
+
+def test_blocks_that_enter_a_region_of_their_own_are_captured_before_they_train(device: str) -> None:
+    trained = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(BlockOfTwoRecipes(), BlockOfTwoRecipes()).to(device), torch.randn(5, WIDTH).to(device)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with tg.fp8_autocast(recipe=DELAYED):
+                loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        if is_graphed:
+            assert not tg.graph_layers(model, step, show_progress=False).left_out
+        results = []
+        for _ in range(3):
+            results += [step().clone(), *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        trained.append(results)
+    assert all(
+        layer.te_graph.info()["recaptures"] == 0 and layer.te_graph.info()["backward_replays"] == 3 for layer in model
+    )
+    assert all(map(same_bits, *trained))
+
+
 def raising() -> None:
     raise KeyError
 

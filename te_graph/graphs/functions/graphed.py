@@ -375,7 +375,7 @@ def graphed(
     containers; values of numbers, strings, bools, None and dtypes; which modules, optimizers and other objects there
     are. They are looked for in the arguments, the bound object, closure variables, defaults and globals used, and in
     what these hold, with optimizer state and ``.grad`` and ``.main_grad`` of parameters. All of it is compared at every
-    call, in C++. Containers (in arguments ``UserDict``, too), dataclasses and functions may be made anew each time if they
+    call, in C++. Containers (of arguments ``UserDict``, too), dataclasses, functions may be made anew each time if they
     hold the same. Python numbers that change at every step (a learning rate) are a change; as tensors on the device
     they are not. (torch's optimizers take such a learning rate with ``fused=True`` or, on a GPU, ``capturable=True``.)
 
