@@ -23,7 +23,8 @@ public:
         const int64_t now = region();
         if (now == captured_) return {};
         if (captured_ == 0) return "te_graph.fp8_autocast was entered";
-        return now == 0 ? "te_graph.fp8_autocast was left" : "the recipe or the group of te_graph.fp8_autocast changed";
+        if (now == 0) return "te_graph.fp8_autocast was left";
+        return "an argument of te_graph.fp8_autocast (enabled, calibrating, recipe, amax_reduction_group) changed";
     }
     const void* identity() const override {
         static const char one_for_all = 0;

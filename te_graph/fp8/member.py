@@ -364,7 +364,8 @@ def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.MainGradReset]:
     main_grad = main_grad_of(weight)
     if main_grad is None:
         raise RuntimeError(
-            "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds the gradient, got none"
+            "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds the gradient, got none: "
+            "make it, or leave fuse_wgrad_accumulation out (FlatParameters of float32 have none, and .grad is added to)"
         )
     return main_grad, gradient_state(weight).main_grad_reset
 

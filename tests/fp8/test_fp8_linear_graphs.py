@@ -135,18 +135,18 @@ def calls(model: nn.Module, device: str, region: Any) -> Tensor:
         (
             {"recipe": RECIPES["delayed"]},
             {"enabled": False},
-            "the recipe or the group of te_graph.fp8_autocast changed",
+            r"an argument of te_graph.fp8_autocast \(enabled, .*\) changed",
         ),
         (None, {"recipe": RECIPES["delayed"]}, "te_graph.fp8_autocast was entered since capture"),
         (
             {"recipe": RECIPES["delayed"]},
             {"recipe": RECIPES["current"]},
-            "the recipe or the group of te_graph.",
+            r"an argument of te_graph.fp8_autocast \(.*recipe.*\) changed",
         ),
         (
             {"recipe": RECIPES["delayed"]},
             {"recipe": tg.DelayedScaling(margin=3)},
-            "the recipe or the group of te_graph.",
+            r"an argument of te_graph.fp8_autocast \(.*recipe.*\) changed",
         ),
     ],
 )
