@@ -56,7 +56,7 @@ from te_graph.graphs.guards.backward_watch import BackwardWatch
 from te_graph.graphs.guards.build_guard import build_callable_guard
 from te_graph.graphs.guards.effects.module_calls import ModuleCalls
 from te_graph.graphs.guards.effects.random_generators import HostRandom
-from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, global_containers, variables
+from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, with_contents
 from te_graph.graphs.guards.guarded_modules import check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
@@ -130,9 +130,8 @@ class CallableCapture:
         check_cache(self.label, sources)
         refuse_fused_main_grads(self.label, sources)
         refuse_wrong_attention(self.label, (source.obj for source in sources))
-        own = [source for source in sources if "global variable" not in source.name]
-        self._containers = ContainerState([*own, *global_containers(self._sources)])
-        self._bindings = Bindings(variables(self._sources))
+        self._containers = ContainerState([*sources, *with_contents(self._sources)])
+        self._bindings = Bindings(self._sources)
         below = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.obj is not self.root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
         # Hooks are there to look, or freeze what they compute: what else they do is not repeated.

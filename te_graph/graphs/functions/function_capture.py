@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,13 +34,11 @@ from te_graph.graphs.functions.renewals import renewals
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.functions.spots import SpotsBefore, objects_of, spots
-from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
-from te_graph.graphs.guards.effects.reach import HOLDERS
-from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
+from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, with_contents
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.readers.function_reader import FunctionReader
-from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_opaque
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import tells_tensors_apart
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
@@ -229,13 +226,7 @@ class _Attempt:
         self._apart_before = FunctionGuard(self._before, used=None, is_strict=False, tells_shared=False)
         tensors = (source for source in self._before if isinstance(source.obj, Tensor) and not source.obj._is_view())
         self._histories = [(source.name, source.obj, source.obj.grad_fn) for source in tensors]
-        self._containers = ContainerState(
-            source
-            for source in self._before
-            if isinstance(source.obj, (*CONTAINERS, *HOLDERS, types.FunctionType))
-            or is_small_array(source.obj)
-            or not is_opaque(source.obj)
-        )
+        self._containers = ContainerState(with_contents(self._before))
         self._bindings = Bindings(self._before)
         self._spots = SpotsBefore(self._before)
         self._generators = HostRandom(self._before, with_torch=True)

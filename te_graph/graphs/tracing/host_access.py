@@ -22,7 +22,7 @@ from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
-_METHODS = ("tolist", *_EXPORTS, "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
+_METHODS = ("tolist", *_EXPORTS, "__repr__", "__reduce_ex__", "cpu", "cuda", "to", *NUMBER_METHODS)
 _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first

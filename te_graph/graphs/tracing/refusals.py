@@ -57,6 +57,7 @@ _FUNCTIONS = {
     torch.Tensor.__array__: READS_VALUE,
     torch.Tensor.__dlpack__: READS_VALUE,
     torch.Tensor.__repr__: READS_VALUE,
+    torch.Tensor.__reduce_ex__: READS_VALUE,  # pickle, torch.save
     torch.Tensor.cpu: LEAVES_DEVICE,
     torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
@@ -279,7 +280,7 @@ def _shape_follows_data(func: torch._ops.OpOverload, args: tuple, kwargs: dict) 
         return _mask_write_needs_positions(*args, **kwargs)
     if name == "repeat_interleave" and kwargs.get("output_size") is not None:
         return False
-    return torch.Tag.dynamic_output_shape in func.tags
+    return torch.Tag.dynamic_output_shape in func.tags or name == "_pack_padded_sequence"  # which torch has not tagged
 
 
 def _masks(indices: Sequence[Tensor | None]) -> list[Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import logging
+import pickle
 import random
 import re
 import threading
@@ -46,6 +48,8 @@ def assert_refused(function: Callable[..., Any], words: str, *args: Any) -> str:
         (lambda x: x[x > 0], "aten.index"),
         (lambda x: x.unique(), "unique"),
         (lambda x: torch.tensor(x.tolist()), "tolist"),
+        (lambda x: pickle.loads(pickle.dumps(x)), "__reduce_ex__ cannot be captured: it reads"),
+        (lambda x: torch.save({"x": x}, io.BytesIO()), "__reduce_ex__ cannot be captured: it reads"),
         (lambda x: torch.tensor([x.mean(), x.max()]), r"(__float__|torch\.tensor) cannot be captured: it reads"),
         (lambda x: torch.as_tensor([[x[0]], [2.0]]), r"(__float__|torch\.as_tensor) cannot be captured"),
     ],

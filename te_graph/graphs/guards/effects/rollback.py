@@ -20,9 +20,9 @@ from te_graph.common.raw_contents import items_of, kind_of, members_of, put_back
 from te_graph.graphs.arguments.attributes import in_slot, instance_dict, set_instance_dict, slot_of
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.effects.kept_memory import ArrayContents, TensorState, is_small_array
-from te_graph.graphs.guards.effects.reach import objects_at
-from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
+from te_graph.graphs.guards.effects.reach import HOLDERS, objects_at
+from te_graph.graphs.guards.plain_values import is_value
+from te_graph.graphs.guards.readers.guarded_sources import Inlined, is_opaque, slots_of
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
 CONTAINERS = (dict, list, set, deque)
@@ -175,17 +175,10 @@ class Bindings:
                 owner.set(source.obj)
 
 
-def variables(sources: Iterable[Source]) -> Iterator[Source]:
-    """Those of ``sources`` that are variables, in a closure or global, and hold a value."""
+def with_contents(sources: Iterable[Source]) -> Iterator[Source]:
+    """Those of ``sources`` at which there may be something that code changes."""
+    kinds = (*CONTAINERS, *HOLDERS, types.FunctionType)
     for source in sources:
-        if source.parent is None or not is_value(source.obj):
-            continue
-        if isinstance(source.parent.obj, types.CellType) or source.parent.key == "__globals__":
-            yield source
-
-
-def global_containers(sources: Iterable[Source]) -> Iterator[Source]:
-    """Those of ``sources`` that are global variables and hold a container of values alone."""
-    for source in sources:
-        if source.parent is not None and source.parent.key == "__globals__" and is_bulk(source.obj):
+        obj = source.obj
+        if isinstance(obj, kinds) or is_small_array(obj) or not is_opaque(obj):
             yield source
