@@ -155,7 +155,7 @@ class Bindings:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         kinds = (_C.StepKind.ITEM, _C.StepKind.CELL, _C.StepKind.TYPE_ITEM, _C.StepKind.CONTEXT_VAR)
-        self._sources = [source for source in sources if source.kind in kinds]
+        self._sources = [source for source in sources if source.kind in kinds and not _is_in_no_dict(source)]
 
     def restore(self) -> None:
         """Bind them again."""
@@ -173,6 +173,11 @@ class Bindings:
                     setattr(holder, source.key, source.obj)
             elif source.obj is not NotImplemented and owner.get(None) is not source.obj:
                 owner.set(source.obj)
+
+
+def _is_in_no_dict(source: Source) -> bool:
+    """As tables of a ScriptModule are, which is refused."""
+    return source.kind == _C.StepKind.ITEM and kind_of(source.parent.obj) is None
 
 
 def with_contents(sources: Iterable[Source]) -> Iterator[Source]:
