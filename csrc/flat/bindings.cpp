@@ -45,7 +45,9 @@ void bind(py::module_& m) {
              }),
              py::arg("begin"), py::arg("ready"), py::arg("end"), py::arg("fail"), py::arg("bucket_sizes"))
         .def("finish_failed", &Backwards::finish_failed, py::call_guard<py::gil_scoped_release>());
-    py::class_<FlatGradient, std::shared_ptr<FlatGradient>>(m, "FlatGradient")
+    py::class_<FlatGradient, std::shared_ptr<FlatGradient>> gradient(m, "FlatGradient");
+    py::class_<FlatGradient::Alike>(gradient, "Alike");
+    gradient
         .def(py::init<size_t, std::string, at::Tensor, at::Tensor, at::Tensor, std::shared_ptr<MainGradReset>,
                       std::shared_ptr<Backwards>>(),
              py::arg("number"), py::arg("name"), py::arg("parameter"), py::arg("data"), py::arg("memory"),
@@ -56,7 +58,10 @@ void bind(py::module_& m) {
              [](const FlatGradient& gradient) { return gradient.state() == FlatGradient::State::kMissing; })
         .def("elsewhere", &FlatGradient::elsewhere)
         .def("protect", &FlatGradient::protect)
-        .def("adopt", &FlatGradient::adopt);
+        .def("adopt", &FlatGradient::adopt)
+        .def("note_zero", &FlatGradient::note_zero)
+        .def("alike", &FlatGradient::alike)
+        .def("put_back", &FlatGradient::put_back, py::arg("before"));
     using Event = FlatGradients::Event;
     const auto noting = [](Event event) { return [event](FlatGradients& gradients) { gradients.note(event); }; };
     py::class_<FlatGradients, std::shared_ptr<FlatGradients>>(m, "FlatGradients")
@@ -65,8 +70,9 @@ void bind(py::module_& m) {
         .def("missing", &FlatGradients::missing)
         .def("elsewhere", &FlatGradients::elsewhere)
         .def("note_read", noting(Event::kRead))
-        .def("is_reduced", &FlatGradients::is_reduced)
+        .def("unreduced", &FlatGradients::unreduced)
         .def("take_reduced", &FlatGradients::take_reduced)
+        .def("taken", &FlatGradients::taken)
         .def("note_reduced", noting(Event::kReduced))
         .def("note_written", noting(Event::kWritten))
         .def("note_stepped", noting(Event::kStepped))

@@ -1,9 +1,8 @@
 #include "flat/flat_gradient.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <sstream>
 
 #include "common/autograd_meta.h"
 #include "common/current_stream.h"
@@ -67,29 +66,31 @@ at::Tensor FlatGradient::parameter() const {
 
 std::string FlatGradient::change() const {
     const at::Tensor parameter = this->parameter();
-    std::ostringstream text;
-    if (!parameter.defined()) {
-        text << name_ << " is gone";
-    } else if (parameter.scalar_type() != data_.scalar_type()) {
-        text << name_ << " is now of dtype " << dtype_name(parameter.scalar_type()) << ", it was "
-             << dtype_name(data_.scalar_type());
-    } else if (parameter.device() != data_.device()) {
-        text << name_ << " is now on " << parameter.device() << ", it was on " << data_.device();
-    } else if (parameter.numel() > 0 && parameter.const_data_ptr() != data_.const_data_ptr()) {
-        text << name_ << " has moved to other memory";
-    } else if (data_.const_data_ptr() != data_address_ || memory_.const_data_ptr() != memory_address_) {
-        text << name_ << (data_.const_data_ptr() != data_address_ ? "" : ".main_grad")
-             << " has moved to memory that processes share (by share_memory(), or a queue of torch.multiprocessing): "
-                "share a clone";
-    } else if (parameter.sizes() != data_.sizes() || parameter.strides() != data_.strides()) {
-        text << name_ << " is now of shape " << parameter.sizes() << " and strides " << parameter.strides()
-             << ", it was of " << data_.sizes() << " and " << data_.strides();
-    } else if (!parameter.requires_grad()) {
-        text << name_ << " is now frozen (requires_grad is False)";
-    } else if (grad_view_of(*autograd_meta_of(parameter)) != this) {
-        text << name_ << " has lost the hook by which its gradient is known (_backward_hooks was set)";
+    if (!parameter.defined()) return c10::str(name_, " is gone");
+    if (parameter.scalar_type() != data_.scalar_type()) {
+        return c10::str(name_, " is now of dtype ", dtype_name(parameter.scalar_type()), ", it was ",
+                        dtype_name(data_.scalar_type()));
     }
-    return text.str();
+    if (parameter.device() != data_.device()) {
+        return c10::str(name_, " is now on ", parameter.device(), ", it was on ", data_.device());
+    }
+    if (parameter.numel() > 0 && parameter.const_data_ptr() != data_.const_data_ptr()) {
+        return c10::str(name_, " has moved to other memory");
+    }
+    if (data_.const_data_ptr() != data_address_ || memory_.const_data_ptr() != memory_address_) {
+        return c10::str(name_, data_.const_data_ptr() != data_address_ ? "" : ".main_grad",
+                        " has moved to memory that processes share (by share_memory(), or a queue of "
+                        "torch.multiprocessing): share a clone");
+    }
+    if (parameter.sizes() != data_.sizes() || parameter.strides() != data_.strides()) {
+        return c10::str(name_, " is now of shape ", parameter.sizes(), " and strides ", parameter.strides(),
+                        ", it was of ", data_.sizes(), " and ", data_.strides());
+    }
+    if (!parameter.requires_grad()) return c10::str(name_, " is now frozen (requires_grad is False)");
+    if (grad_view_of(*autograd_meta_of(parameter)) != this) {
+        return c10::str(name_, " has lost the hook by which its gradient is known (_backward_hooks was set)");
+    }
+    return {};
 }
 
 bool FlatGradient::is_memory(const at::Tensor& grad) const {
@@ -101,7 +102,9 @@ bool FlatGradient::is_memory(const at::Tensor& grad) const {
 FlatGradient::State FlatGradient::state() const {
     const at::Tensor& grad = parameter().grad();
     if (grad.defined()) return is_memory(grad) ? State::kInPlace : State::kElsewhere;
-    return reset_ && !reset_->is_pending ? State::kInPlace : State::kMissing;
+    if (reset_ && !reset_->is_pending) return State::kInPlace;
+    forget_alike();
+    return State::kMissing;
 }
 
 std::string FlatGradient::describe(State state) const {
@@ -133,6 +136,48 @@ void FlatGradient::drop() {
     const at::Tensor parameter = this->parameter();
     if (parameter.defined()) parameter.mutable_grad().reset();
     if (reset_) reset_->is_pending = true;
+    forget_alike();
+}
+
+void FlatGradient::note_reduced() {
+    forget_alike();
+    if (state() != State::kMissing) reduced_ = Reduced::kNow;
+}
+
+void FlatGradient::note_zero() {
+    forget_alike();
+    if (state() != State::kMissing) zero_ = parameter().grad().unsafeGetTensorImpl();
+}
+
+bool FlatGradient::take_reduced() {
+    zero_ = nullptr;
+    if (state() == State::kMissing || reduced_ != Reduced::kNow) return false;
+    reduced_ = Reduced::kTaken;
+    return true;
+}
+
+bool FlatGradient::is_taken() const { return state() != State::kMissing && reduced_ == Reduced::kTaken; }
+
+bool FlatGradient::is_unreduced() const {
+    const at::Tensor parameter = this->parameter();
+    const at::Tensor& grad = parameter.grad();
+    // Where nothing is wrong no more than this is asked, by each step of each parameter.
+    const bool is_reduced = reduced_ == Reduced::kNow;
+    if (is_reduced && (reset_ ? !grad.defined() && !reset_->is_pending : grad.defined())) return false;
+    const State state = this->state();
+    if (state == State::kMissing || zero_ == grad.unsafeGetTensorImpl()) return false;
+    // Beside a main_grad, which has been reduced, .grad has not.
+    return !is_reduced || state == State::kElsewhere;
+}
+
+void FlatGradient::put_back(const Alike& before) {
+    if (reduced_ == Reduced::kNot) reduced_ = before.reduced;
+    zero_ = before.zero;
+}
+
+void FlatGradient::forget_alike() const {
+    reduced_ = Reduced::kNot;
+    zero_ = nullptr;
 }
 
 void FlatGradient::enter_backward() {

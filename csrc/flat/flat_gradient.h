@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,6 +45,26 @@ public:
     // Drops the gradient: the next one is stored.
     void drop();
 
+    // Ranks have it alike from now on, until it is dropped, or is seen missing: it has been reduced, which holds for
+    // what takes its place, too, as p.grad = p.grad * 2; or it has been set to zero, which does not.
+    void note_reduced();
+    void note_zero();
+    // Whether it is there, and has been reduced. More comes to it now, which ranks do not have alike.
+    bool take_reduced();
+    // Whether it is there, and has not been dropped since it was taken.
+    bool is_taken() const;
+    // Whether it is there, and is that of this rank alone.
+    bool is_unreduced() const;
+    // Ranks that have it alike, as it is known now; and that is known again, where it has been forgotten since: what a
+    // capture has dropped is there again behind it.
+    enum class Reduced { kNot, kNow, kTaken };
+    struct Alike {
+        Reduced reduced;
+        const void* zero;
+    };
+    Alike alike() const { return {reduced_, zero_}; }
+    void put_back(const Alike& before);
+
     void enter_backward() override;
     void note_accumulated() override;
     bool is_awaited() const override;
@@ -58,6 +79,7 @@ private:
     bool is_memory(const at::Tensor& grad) const;
     at::Tensor stored(const at::Tensor& grad);  // a .grad [...] over the memory, with the values of grad [...]
     int64_t stream() const;                     // that the caller launches on
+    void forget_alike() const;
 
     const size_t number_;
     const std::string name_;
@@ -69,6 +91,9 @@ private:
     const graphs::StaticTensors static_;
     graphs::LentStorages lent_;
     std::mutex accumulates_;  // as AccumulateGrad has one: several backwards may run
+    // Of ranks that have it alike. Whoever finds it missing forgets that.
+    mutable std::atomic<Reduced> reduced_{Reduced::kNot};
+    mutable std::atomic<const void*> zero_{nullptr};  // the .grad that is zero; null: none
 };
 
 }  // namespace te_graph::flat

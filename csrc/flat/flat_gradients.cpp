@@ -38,12 +38,17 @@ std::string FlatGradients::first_change() const {
     return {};
 }
 
-FlatGradients::Numbers FlatGradients::missing() const {
+template <typename Predicate>
+FlatGradients::Numbers FlatGradients::numbers_of(Predicate holds) const {
     Numbers found;
     for (size_t i = 0; i < gradients_.size(); ++i) {
-        if (gradients_[i]->state() == FlatGradient::State::kMissing) found.push_back(i);
+        if (holds(*gradients_[i])) found.push_back(i);
     }
     return found;
+}
+
+FlatGradients::Numbers FlatGradients::missing() const {
+    return numbers_of([](const FlatGradient& gradient) { return gradient.state() == FlatGradient::State::kMissing; });
 }
 
 std::vector<std::pair<size_t, at::Tensor>> FlatGradients::elsewhere() const {
@@ -52,6 +57,18 @@ std::vector<std::pair<size_t, at::Tensor>> FlatGradients::elsewhere() const {
         if (at::Tensor grad = gradients_[i]->elsewhere(); grad.defined()) found.emplace_back(i, std::move(grad));
     }
     return found;
+}
+
+FlatGradients::Numbers FlatGradients::unreduced() const {
+    return numbers_of([](const FlatGradient& gradient) { return gradient.is_unreduced(); });
+}
+
+FlatGradients::Numbers FlatGradients::take_reduced() {
+    return numbers_of([](FlatGradient& gradient) { return gradient.take_reduced(); });
+}
+
+FlatGradients::Numbers FlatGradients::taken() const {
+    return numbers_of([](const FlatGradient& gradient) { return gradient.is_taken(); });
 }
 
 void FlatGradients::note(Event event) {
@@ -63,12 +80,13 @@ void FlatGradients::note(Event event) {
 }
 
 void FlatGradients::run(Event event) {
-    if (event == Event::kReduced) is_reduced_ = true;
     for (const auto& gradient : gradients_) {
         switch (event) {
             case Event::kRead:
                 break;
             case Event::kReduced:
+                gradient->note_reduced();
+                [[fallthrough]];
             case Event::kWritten:
                 gradient->note_written();
                 break;

@@ -1,7 +1,6 @@
 // Gradients that are read, written and dropped together, and how replays of what does that know of it.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,9 +24,12 @@ public:
     // Numbers of those that are not there, and of those whose gradient is another tensor [...], with that.
     Numbers missing() const;
     std::vector<std::pair<size_t, at::Tensor>> elsewhere() const;
-    // Whether they have been reduced since take_reduced() was called last, at the beginning of a backward.
-    bool is_reduced() const { return is_reduced_; }
-    bool take_reduced() { return is_reduced_.exchange(false); }
+    // Numbers of those that are there, and that this rank alone has.
+    Numbers unreduced() const;
+    // Numbers of those that have been reduced: more comes to them now. And of those that have been taken so since the
+    // last reduction, and have not been dropped.
+    Numbers take_reduced();
+    Numbers taken() const;
 
     // Does what `event` means on the host, now and in each replay of the capture under way. For kRead a replay also
     // checks that the same gradients are there as at capture, and none outside of the buffer.
@@ -35,11 +37,12 @@ public:
 
 private:
     class Step;
+    template <typename Predicate>
+    Numbers numbers_of(Predicate holds) const;
     void run(Event event);
 
     const Pointers gradients_;
     const char identities_[static_cast<size_t>(Event::kCount)] = {};  // an address for each event
-    std::atomic<bool> is_reduced_{false};
 };
 
 }  // namespace te_graph::flat

@@ -64,17 +64,21 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _resets_kept() -> Iterator[None]:
-    """Put back for which parameters the next gradient overwrites ``main_grad``."""
+def _gradients_kept() -> Iterator[None]:
+    """Put back for which parameters the next gradient overwrites ``main_grad``, and which flat ones ranks have alike:
+    those that are dropped meanwhile are there again."""
     before = [(state.main_grad_reset, state.main_grad_reset.is_pending) for state in _states.values()]
+    flat = [(one, one.alike()) for state in _states.values() if (one := state.flat_gradient) is not None]
     try:
         yield
     finally:
         for reset, is_pending in before:
             reset.is_pending = is_pending
+        for gradient, alike in flat:
+            gradient.put_back(alike)
 
 
-keep_by(_resets_kept)
+keep_by(_gradients_kept)
 
 
 def flat_of(parameter: Tensor) -> Any:

@@ -13,7 +13,7 @@ from te_graph.common.capture_state import is_captured
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.weak_method import weak_method
 from te_graph.flat.carried_gradients import CarriedGradients
-from te_graph.flat.flat_buffer import FlatBuffer
+from te_graph.flat.flat_buffer import FlatBuffer, gradient_of
 from te_graph.flat.reduction import Reduction
 from te_graph.flat.side_stream import SideStream
 
@@ -29,17 +29,13 @@ class BucketReductions:
         self._buffers, self._reduction, self._side = buffers, reduction, side
         self._device = buffers[0].data.device
         self._carried = CarriedGradients(buffers)
-        self._has_begun = False
-        self._zeros: set[int] = set()  # ids of parameters, set to zero since the last backward or reduction
         self._buckets = [(buffer, place) for buffer in buffers for place in range(len(buffer.layout.buckets))]
         self.bucket_sizes = [len(buffer.layout.buckets[place].members) for buffer, place in self._buckets]
 
     def note_backward(self) -> None:
         """Called when a backward begins."""
-        self._has_begun = True
         self.prepare()
         self._carried.note_begin()
-        self._zeros.clear()
 
     def note_end(self) -> None:
         """Called when a backward has come through."""
@@ -49,8 +45,9 @@ class BucketReductions:
         """Called before more is added to what has been reduced, or it would be reduced again."""
         self._note_own_zeros()
         self._carried.forget_dropped()
-        if self._take_reduced() and not self._reduction.is_idempotent:
-            self._carried.put_aside()
+        reduced = self._take_reduced()
+        if not self._reduction.is_idempotent:
+            self._carried.put_aside(reduced)
 
     @torch.no_grad()
     def run_one(self, number: int) -> None:
@@ -74,7 +71,6 @@ class BucketReductions:
         for buffer in self._buffers:
             buffer.all_gradients.note_reduced()
         self._carried.note_reduced()
-        self._zeros.clear()
 
     def run_as_in_backward(self, first: int, adopts: bool = True) -> None:
         """As ``run``, outside of a backward, where other ranks may be inside of one."""
@@ -92,18 +88,18 @@ class BucketReductions:
         self._take_reduced()  # nothing has been before the replay
 
     def expect_reduced(self, op: str) -> None:
-        """Raise RuntimeError, in the name of ``op``, if more has come beside what has been reduced; where that is
-        captured, before each replay."""
+        """Raise RuntimeError, in the name of ``op``, if more has come beside what has been reduced, or sharded ones
+        are those of this rank alone, whoever set them; where that is captured, before each replay."""
         if self._reduction.is_idempotent:
             return
-        message = (
-            f"{op}: expected gradients of flat parameters that have been reduced, but more have come since the last "
-            "reduction: run the last backward outside of no_sync(), or call reduce_gradients(), or zero_grad()"
-        )
+        expected = f"{op}: expected gradients of flat parameters that have been reduced"
         self._note_own_zeros()
-        self._carried.expect_none(message)
-        if self._reduction.is_sharded and self._has_begun and any(map(self._has_unreduced, self._buffers)):
-            raise RuntimeError(message)
+        self._carried.expect_none(
+            f"{expected}, but more have come since the last reduction: run the last backward outside of no_sync(), or "
+            "call reduce_gradients(), or zero_grad()"
+        )
+        if self._reduction.is_sharded:
+            self._expect_no_unreduced(expected)
         check = weak_method(self, "expect_reduced")
         before_replay(lambda: check(op))
 
@@ -112,7 +108,8 @@ class BucketReductions:
         What had been reduced is not added to them, and zeros, which ranks have alike, count as reduced."""
         parameters = list(parameters)
         self._carried.forget(parameters)
-        self._zeros.update(map(id, parameters))
+        for parameter in parameters:
+            gradient_of(parameter).note_zero()
         note = weak_method(self, "note_zeros")
         before_replay(lambda: note(parameters))
 
@@ -126,16 +123,18 @@ class BucketReductions:
         if not is_captured(self._device) and (zeros := self._carried.forget_overwritten()):
             self.note_zeros(zeros)
 
-    def _has_unreduced(self, buffer: FlatBuffer) -> bool:
-        """Whether gradients in ``buffer`` are those of this rank alone."""
-        if buffer.all_gradients.is_reduced():
-            return False
-        missing = set(buffer.all_gradients.missing())
-        return any(n not in missing and id(one) not in self._zeros for n, one in enumerate(buffer.parameters))
+    def _expect_no_unreduced(self, expected: str) -> None:
+        names = [buffer.names[number] for buffer in self._buffers for number in buffer.all_gradients.unreduced()]
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{expected}, got that of {names[0]}{others}, which has come, or was set, on this rank alone: run the "
+                "last backward outside of no_sync(), or call flat.reduce_gradients(), or zero_grad()"
+            )
 
-    def _take_reduced(self) -> bool:
-        """Whether there has been a reduction since this was asked last."""
-        return any([buffer.all_gradients.take_reduced() for buffer in self._buffers])
+    def _take_reduced(self) -> dict[FlatBuffer, list[int]]:
+        """By their numbers, what has been reduced since this was asked last."""
+        return {buffer: buffer.all_gradients.take_reduced() for buffer in self._buffers}
 
     def _expect_none_before(self) -> None:
         self.prepare()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,10 +58,14 @@ class CarriedGradients(OwnObject):
         )
 
     @torch.no_grad()
-    def put_aside(self) -> None:
-        """Called before more is added to what has been reduced."""
+    def put_aside(self, numbers: Mapping[FlatBuffer, Sequence[int]]) -> None:
+        """Called before more is added to what has been reduced.
+
+        Args:
+            numbers: of gradients that have been.
+        """
         for buffer in self._buffers:
-            reduced = self._reduced(buffer)
+            reduced = self._reduced(buffer, numbers[buffer])
             if not reduced:
                 continue
             values = torch.full_like(buffer.grads, -0.0)
@@ -73,19 +77,19 @@ class CarriedGradients(OwnObject):
             _fill_with_negative_zeros_(list(reduced.values()))
             self._aside[buffer] = _Aside(values, parts)
 
-    def _reduced(self, buffer: FlatBuffer) -> dict[int, Tensor]:
-        """By number, the gradients [...] that have been."""
+    def _reduced(self, buffer: FlatBuffer, numbers: Iterable[int]) -> dict[int, Tensor]:
+        """By number, of the gradients [...] ``numbers`` those that are what was reduced."""
         if buffer.has_main_grads:  # what lies in .grad beside it has come since
             return {
-                number: memory
-                for number, (parameter, memory) in enumerate(zip(buffer.parameters, buffer.memories, strict=True))
-                if not gradient_state(parameter).main_grad_reset.is_pending
+                number: buffer.memories[number]
+                for number in numbers
+                if not gradient_state(buffer.parameters[number]).main_grad_reset.is_pending
             }
-        missing, elsewhere = set(buffer.all_gradients.missing()), dict(buffer.all_gradients.elsewhere())
+        elsewhere = dict(buffer.all_gradients.elsewhere())
         return {
-            number: elsewhere.get(number, memory)
-            for number, memory in enumerate(buffer.memories)
-            if number not in missing and (number not in elsewhere or elsewhere[number] in self._reduced_elsewhere)
+            number: elsewhere.get(number, buffer.memories[number])
+            for number in numbers
+            if number not in elsewhere or elsewhere[number] in self._reduced_elsewhere
         }
 
     def note_begin(self) -> None:
@@ -126,8 +130,9 @@ class CarriedGradients(OwnObject):
 
     def forget_dropped(self) -> None:
         """Called before anything is written where a gradient was dropped, and before a reduction."""
-        for buffer in list(self._aside):
-            self._forget(buffer, buffer.all_gradients.missing())
+        for buffer, aside in list(self._aside.items()):
+            there = set(buffer.all_gradients.taken())
+            self._forget(buffer, [number for number in aside.parts if number not in there])
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Called when gradients of ``parameters`` [...] are overwritten."""

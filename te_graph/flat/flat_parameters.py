@@ -75,8 +75,8 @@ class FlatParameters(Uncopyable, SetOnce, GradientParts):
 
     A parameter without a gradient contributes zeros, and has the mean of the ranks' afterwards; on one rank it stays
     without. ``.grad`` of a parameter is an ordinary tensor over the buffer: dropped by ``zero_grad()``, replaced by
-    ``p.grad = other`` (which is then copied in and out where it is reduced), kept (whoever holds an earlier one keeps
-    its values).
+    ``p.grad = other`` (which is then copied in and out where it is reduced; sharded, one that is set where none was has
+    to be, by ``reduce_gradients()``), kept (whoever holds an earlier one keeps its values).
 
     Args:
         module_or_params: a module, parameters, or names and parameters [...] each; those that require no gradient are

@@ -103,8 +103,8 @@ class FlatOptimizer(Uncopyable, Optimizer):
             What ``closure`` returns.
 
         Raises:
-            RuntimeError: a parameter has moved, or was frozen; or gradients have come since the last reduction, sharded
-                or with a ``gradient_scale``.
+            RuntimeError: a parameter has moved, or was frozen; gradients have come since the last reduction, sharded or
+                with a ``gradient_scale``; or, sharded, one was set by hand where none was.
 
         Stream and capture: what the optimizer's own step does (capture with ``capturable=True``, on a CPU with
             ``fused=True``), a copy where parameters are not of float32, and the collectives. Allocates gradients of
@@ -114,17 +114,18 @@ class FlatOptimizer(Uncopyable, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.flat.reducer.check_gradients("FlatOptimizer.step")
+        is_eager = not is_captured(self.flat.buffers[0].data.device)
+        is_trial = is_eager and not self.state.are_made and self._is_trial()
+        self.flat.reducer.check_gradients("FlatOptimizer.step", are_zeros=is_trial)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(settings_of(group))
         for name in ("found_inf", "grad_scale"):
             setattr(self.inner, name, getattr(self, name, None))
         self.end_trial()
-        is_eager = not is_captured(self.flat.buffers[0].data.device)
         if is_eager:
             if self._versions.have_changed():
                 self.read_parameters()
-            if not self.state.are_made and self._is_trial():
+            if is_trial:
                 self._before_trial = {master: copy.deepcopy(state) for master, state in self.inner.state.items()}
         self._settle_()
         for segment in self._all_segments:

@@ -66,8 +66,11 @@ class Reducer(DeferredSync, OwnObject):
                 self._reductions.prepare()
                 self._reductions.run_as_in_backward(0)
 
-    def check_gradients(self, op: str) -> None:
+    def check_gradients(self, op: str, are_zeros: bool = False) -> None:
         """Called before ``op`` reads gradients: finishes what a backward has left.
+
+        Args:
+            are_zeros: those that are there are zeros which all ranks have set by themselves.
 
         Raises:
             RuntimeError: a parameter has moved, or was frozen; as of ``expect_reduced``.
@@ -75,13 +78,15 @@ class Reducer(DeferredSync, OwnObject):
         self._gather.wait()
         self.finish_failed_backward()
         self.check_places()
-        self.expect_reduced(op)
+        if not are_zeros:
+            self.expect_reduced(op)
 
     def expect_reduced(self, op: str) -> None:
         """Called before ``op`` reads gradients; where that is captured, this runs before each replay.
 
         Raises:
-            RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``.
+            RuntimeError: more have come beside those that have been reduced, sharded or with a ``gradient_scale``; or,
+                sharded, some are those of this rank alone.
         """
         self._reductions.expect_reduced(op)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from flat_models import Mixed, assert_equal
+from flat_models import Mixed, assert_equal, count_as_reduced
 from ranks import Rank, ranks_of
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_graph as tg
+from te_graph.flat.optimizer import FlatOptimizer
 from te_graph.flat.tensor_part import boxes_of
 from te_graph.testing import same_bits
 
@@ -59,6 +60,8 @@ def grads_of(model: Mixed, step: int, is_late: bool) -> None:
 def train(model: Mixed, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         grads_of(model, step, is_late=step >= 3)
+        if isinstance(optimizer, FlatOptimizer):
+            count_as_reduced(optimizer.flat)
         optimizer.step()
         optimizer.zero_grad()
 

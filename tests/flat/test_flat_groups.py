@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from flat_models import Model, assert_in_buffers, gradients_of, trained
+from flat_models import Model, assert_in_buffers, count_as_reduced, gradients_of, trained
 from ranks import Rank, ranks_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -77,6 +77,7 @@ def scenario_norm(rank: Rank) -> None:
             for flat, model in flats:
                 for name, one in model.named_parameters():
                     one.grad = whole_gradient(name, one.shape, part if name in SPLIT else 0).to(rank.device)
+                count_as_reduced(flat)
                 norms.append(tg.clip_grad_norm_(flat, 0.5, norm_type))
             assert all(same_bits(norms[0], norm) for norm in norms), norm_type
             total = torch.linalg.vector_norm(torch.cat(list(expected.values())), norm_type)
@@ -106,6 +107,7 @@ def scenario_few(rank: Rank) -> None:
         for shard in SHARDS:
             flat = tg.FlatParameters(model, process_group=data, tp_group=tp_group, shard=shard)
             model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.full_like(model.bias, 2.0)
+            count_as_reduced(flat)
             assert tg.clip_grad_norm_(flat, 0.5).item() == pytest.approx(12**0.5)
             flat.close()
 

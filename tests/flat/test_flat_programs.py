@@ -41,6 +41,7 @@ BACKWARD, STEP, DROP = ("backward", {}), ("step", {"max_norm": 1.0}), ("drop", {
 ADDED, FAILING = ("backward", {"syncs": False}), ("backward", {"fails": "backward"})
 AT_ONCE, CREATE_GRAPH = ("backward", {"way": "at_once"}), ("backward", {"way": "create_graph"})
 REENTRANT = ("backward", {"checkpoints": ("", "reentrant")})
+SET_ALONE = ("set_alone", {"number": EMBEDDING, "by": "optimizer"})
 REPLACE, OVERFLOW = ("replace", {"number": EMBEDDING}), ("step", {"overflows": EMBEDDING})
 CLIP, CLIP_NAN = ("clip", {"max_norm": 0.1}), ("clip", {"max_norm": 0.1, "poisoned": EMBEDDING})
 ZERO, OWN_ZEROS = ("zero", {}), ("zero", {"by": "user"})
@@ -70,6 +71,7 @@ ONCE_FAILED = (
     program(BACKWARD, ADDED, OWN_ZEROS, BACKWARD, STEP, gradient_scale=0.5),
     program(BACKWARD, ADDED, OWN_ZEROS, STEP, BACKWARD, STEP, gradient_scale=0.5, **LOW),
     program(BACKWARD, ADDED, REPLACE, BACKWARD, STEP, gradient_scale=0.5),
+    program(BACKWARD, ADDED, SET_ALONE, BACKWARD, gradient_scale=0.5, **LOW),
     program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP),
     program(BACKWARD, CLOSE_AND_ZERO, BACKWARD, STEP, **LOW, **LEFT_OVER),
     program(BACKWARD, ADDED, ("flatten_again", {"way": "close"}), BACKWARD, STEP, gradient_scale=0.5),
@@ -82,6 +84,7 @@ ONCE_FAILED_ON_TWO_RANKS = (
     program(BACKWARD, OVERFLOW, DROP, BACKWARD, STEP, shard="optimizer", scaled=True),
     program(ADDED, ZERO, STEP, BACKWARD, STEP, shard="optimizer", optimizer="momentum"),
     program(BACKWARD, ADDED, OWN_ZEROS, STEP, BACKWARD, STEP, shard="optimizer"),
+    program(SET_ALONE, STEP, ZERO, SET_ALONE, STEP, shard="optimizer"),
     program(
         ("backward", {"uses": ((False, False), (False, False))}),
         ("backward", {"uses": ((True, False), (False, False))}),

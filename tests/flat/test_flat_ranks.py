@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from flat_models import Model, assert_in_buffers, gradients_of, trained
+from flat_models import Model, assert_in_buffers, count_as_reduced, gradients_of, trained
 from ranks import Rank, ranks_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -262,6 +262,7 @@ def scenario_norm(rank: Rank) -> None:
         for one, other in zip(trained(model), trained(twin), strict=True):
             other.grad = torch.randn_like(other)
             one.grad = other.grad.clone()  # another tensor than the buffer's
+        count_as_reduced(flat)
         assert same_bits(*(tg.clip_grad_norm_(one, 0.01, norm_type) for one in (flat, flat_twin))), norm_type
     flat.close()
     flat_twin.close()

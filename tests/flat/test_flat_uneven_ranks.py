@@ -106,7 +106,8 @@ def scenario_not_reduced(rank: Rank) -> None:
         with flat.no_sync():
             module(x).sum().backward()
         with pytest.raises(
-            RuntimeError, match="expected gradients of flat parameters that have been reduced, but more"
+            RuntimeError,
+            match="expected gradients of flat parameters that have been reduced, got that of bias and 1 more",
         ):
             read()
         assert same_bits(module.weight.detach(), before)
@@ -125,6 +126,98 @@ def scenario_not_reduced(rank: Rank) -> None:
 
 def test_sharded_gradients_that_were_not_reduced_are_not_stepped(ranks: Any) -> None:
     ranks.run(scenario_not_reduced, 3)
+
+
+@torch.no_grad()
+def scenario_set_by_hand(rank: Rank, dtype: torch.dtype) -> None:
+    """Whoever sets gradients: those of this rank alone are refused, by name, until they are reduced."""
+    module = nn.Linear(128, 64, bias=False).to(rank.device, dtype)
+    flat = tg.FlatParameters(module, shard="optimizer")
+    optimizer = flat.optimizer(torch.optim.SGD, lr=1.0, fused=True)
+    graphed_step = tg.graphed(lambda: optimizer.step())
+    clips = (lambda: tg.clip_grad_norm_(flat, 1e9), lambda: nn.utils.clip_grad_norm_(module.parameters(), 1e9))
+
+    def set_by_hand() -> None:
+        module.weight.grad = torch.full_like(module.weight, rank.rank + 1.0)
+
+    def expect_refused() -> None:
+        for read in (*clips, optimizer.step, graphed_step):
+            with pytest.raises(RuntimeError, match=r"reduced, got that of weight, which .* flat.reduce_gradients\(\)"):
+                read()
+
+    def step() -> float:
+        module.weight.zero_()
+        for clip in clips:
+            clip()
+        optimizer.step()
+        return module.weight.unique().item()
+
+    def backward() -> None:
+        with torch.enable_grad():
+            module(torch.ones(1, 128, device=rank.device, dtype=dtype)).sum().backward()
+
+    def set_to_zero() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        assert step() == 0.0
+
+    set_by_hand()  # before the first backward
+    expect_refused()
+    flat.reduce_gradients()
+    assert step() == -1.5
+    for drop in (flat.zero_grad, optimizer.zero_grad, module.zero_grad, set_to_zero):
+        drop()
+        backward()
+        assert step() == -1.0
+        drop()
+        set_by_hand()
+        expect_refused()
+        flat.reduce_gradients()
+        assert step() == -1.5
+    optimizer.zero_grad()
+    backward()
+    graphed_step()
+    if dtype == torch.float32:  # what takes the place of a reduced one
+        module.weight.grad = module.weight.grad * 2
+        assert step() == -2.0
+    else:  # what is to be added to it
+        set_by_hand()
+        expect_refused()
+        flat.reduce_gradients()
+        assert step() == -2.5
+    optimizer.zero_grad()
+    flat.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_set_by_hand_are_not_stepped_unreduced(ranks: Any, dtype: torch.dtype) -> None:
+    ranks.run(scenario_set_by_hand, 5, dtype)
+
+
+def scenario_captured_drops(rank: Rank, sets_to_none: bool) -> None:
+    """A capture, which drops gradients and puts them back, leaves them reduced for the replay behind it."""
+    torch.manual_seed(0)
+    module = nn.Linear(128, 64).to(rank.device, torch.bfloat16)
+    flat = tg.FlatParameters(module, shard="optimizer")
+    optimizer = flat.optimizer(torch.optim.AdamW, lr=0.1, fused=True)
+
+    @tg.graphed
+    def step() -> None:
+        tg.clip_grad_norm_(flat, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=sets_to_none)
+
+    for _ in range(4):
+        before = module.weight.detach().clone()
+        module(torch.ones(1, 128, device=rank.device, dtype=torch.bfloat16)).sum().backward()
+        step()
+        assert not same_bits(module.weight.detach(), before)
+    assert step.info()["graphs"] == 1
+    flat.close()
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+def test_what_a_captured_step_drops(ranks: Any, sets_to_none: bool) -> None:
+    ranks.run(scenario_captured_drops, 6, sets_to_none)
 
 
 def scenario_state_dict(rank: Rank, goes_on: bool) -> None:

@@ -113,3 +113,10 @@ def assert_equal(one: Any, other: Any, what: str = "") -> None:
             assert_equal(*pair, f"{what}.{number}")
     else:
         assert one == other, what
+
+
+def count_as_reduced(flat: tg.FlatParameters) -> None:
+    """What a test has set alike on all ranks needs no reduction, which might round it."""
+    for buffer in flat.buffers:
+        buffer.settle_()
+        buffer.all_gradients.note_reduced()

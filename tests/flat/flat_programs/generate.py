@@ -103,6 +103,7 @@ def _between(rng: random.Random, setup: Setup) -> Step:
     ]
     if not (setup.graphed and setup.has_main_grads):  # a graph does not add to .grad of the user's
         steps.append(Step("replace", {"number": number}))
+        steps.append(Step("set_alone", {"number": number, "by": rng.choice(("flat", "optimizer"))}))
     if not setup.graphed:
         steps += [Step("hook", {"kind": kind, "number": number}) for kind in _HOOKS]
         steps += [Step("flatten_again", {"way": way}) for way in ("close", "file", "forget")]

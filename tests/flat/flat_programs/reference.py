@@ -181,6 +181,7 @@ class Reference:
                     grad.detach_().zero_()
             if not is_own and self.grad(parameter) is not None:
                 self.zeroed.add(parameter)
+                self.reduced.discard(parameter)  # what comes is added to the zeros
             self.aside.pop(parameter, None)
 
     def _is_zero_everywhere(self) -> bool:

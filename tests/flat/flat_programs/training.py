@@ -93,6 +93,20 @@ class Training(Sides):
         one.grad = torch.empty_like(one).copy_(grad)
         self._reference.replace(other, torch.empty_like(other).copy_(grad))
 
+    def set_alone(self, number: int, by: str) -> None:
+        """Once gradients are dropped the user sets ``.grad`` of a parameter, to other values on each rank.
+
+        Args:
+            by: who drops them.
+        """
+        self.drop(by)
+        one, other = self._pair(number)
+        grad = torch.randn(other.shape, generator=self._tokens).to(other.dtype)
+        one.grad = torch.empty_like(one).copy_(grad)
+        self._reference.replace(other, torch.empty_like(other).copy_(grad))
+        if self._is_parted:
+            self._expect_refused()
+
     def keep(self) -> None:
         """Gradients, and arrays over them, are held while the next ones come."""
         for one in self._side.parameters:
@@ -235,13 +249,17 @@ class Training(Sides):
     def _see_all_gradients(self) -> None:
         """What comes next reads gradients, which must have been reduced; others are refused."""
         if self._reference.aside:
-            parameters = [*self._side.model.parameters()]
-            clips = (lambda: tg.clip_grad_norm_(self._flat, 1.0), lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
-            for read in (*clips, self._optimizer.step):
-                with pytest.raises(RuntimeError, match="expected gradients of flat parameters that have been reduced"):
-                    read()
+            self._expect_refused()
         if self._reference.must_reduce:
             self.reduce_gradients()
+
+    def _expect_refused(self) -> None:
+        """By whatever reads gradients, until they are reduced."""
+        parameters = [*self._side.model.parameters()]
+        clips = (lambda: tg.clip_grad_norm_(self._flat, 1.0), lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
+        for read in (*clips, self._optimizer.step):
+            with pytest.raises(RuntimeError, match="expected gradients of flat parameters that have been reduced"):
+                read()
 
     @torch.no_grad()
     def _fill(self, number: int, value: float) -> None:
