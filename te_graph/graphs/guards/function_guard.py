@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import Counter, UserDict, UserList, deque
+from collections import Counter, deque
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf, storage_key
 from te_graph.common.raw_contents import count_of
-from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_transparent
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_transparent, is_wrapped_container
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.externals import External
@@ -126,7 +126,7 @@ class FunctionGuard:
         """Whether it counts which object of a transparent kind is in a place that stays."""
         if isinstance(obj, types.FunctionType):
             return self._tells_apart
-        return isinstance(obj, UserDict | UserList)  # configurations are such, of which two may become one
+        return is_wrapped_container(obj)  # configurations are such, of which two may become one
 
     def _expect_keys(self, source: GuardedSource, step: int) -> None:
         """The keys of a function's globals and attributes are not compared: those dictionaries are parents only."""

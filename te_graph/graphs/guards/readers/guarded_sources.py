@@ -34,8 +34,8 @@ VIEWS = (
 )
 WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod: ("__func__",)}
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CONTAINERS = (list, tuple, dict, collections.deque, collections.UserDict, collections.UserList)
-_TRANSPARENT = (*_CONTAINERS, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
+_WRAPPED = (collections.UserDict, collections.UserList)
+_TRANSPARENT = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SEEN_INTO = (
@@ -133,9 +133,14 @@ def is_filled(obj: Any, slot: str) -> bool:
         return False
 
 
+def is_wrapped_container(obj: Any) -> bool:
+    """True for a ``UserDict`` or ``UserList``: as for ABCs ``isinstance`` asks the object itself for its class."""
+    return issubclass(type(obj), _WRAPPED)
+
+
 def is_transparent(obj: Any) -> bool:
     """True for what may be made anew for each call: only what it leads to matters."""
-    if isinstance(obj, _TRANSPARENT):
+    if isinstance(obj, _TRANSPARENT) or is_wrapped_container(obj):
         return True
     if isinstance(obj, type):
         return False
