@@ -49,8 +49,9 @@ class ContainerState:
         self._memory: list[TensorState | ArrayContents] = []
         self._names: dict[int, str] = {}  # of objects that are kept, by identity
         for name, obj in objects_at(source for source in sources if source.again is None):
-            self._names.setdefault(id(obj), name)
-            self._keep_contents(obj)
+            if id(obj) not in self._names:  # several walks may lead to one
+                self._names[id(obj)] = name
+                self._keep_contents(obj)
 
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, OwnObject):  # beside what is captured others may change it, and it is put back by its own
