@@ -17,7 +17,8 @@ constexpr bool has_sums(Extra extra) { return extra != Extra::kNone; }
 
 template <Extra kExtra, Tiling kTiling>
 struct Shared {
-    uint2 transposed[columns_of(kTiling)][kGroups];  // of each column pieces of 8 rows, where place_of() says
+    // Of each column pieces of 8 rows, where place_of() says; read two at a time.
+    alignas(16) uint2 transposed[columns_of(kTiling)][kGroups];
     BlockFindings<has_counts(kExtra)> findings;
     float sums[has_sums(kExtra) ? kGroups : 1][columns_of(kTiling)];
     SharedTerms<has_sums(kExtra) ? kTiling : Tiling::kWide> terms;
