@@ -47,6 +47,7 @@ def assert_refused(function: Callable[..., Any], words: str, *args: Any) -> str:
         (lambda x: x.nonzero(), "nonzero"),
         (lambda x: x[x > 0], "aten.index"),
         (lambda x: x.unique(), "unique"),
+        (lambda x: nn.utils.rnn.pack_padded_sequence(x.view(3, 2), torch.tensor([2, 2, 1]), True).data, "_pack_padded"),
         (lambda x: torch.tensor(x.tolist()), "tolist"),
         (lambda x: pickle.loads(pickle.dumps(x)), "__reduce_ex__ cannot be captured: it reads"),
         (lambda x: torch.save({"x": x}, io.BytesIO()), "__reduce_ex__ cannot be captured: it reads"),

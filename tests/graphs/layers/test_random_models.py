@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
+from program_outcomes import Outcome, tally
 from random_models import dag_programs, training_programs
-from random_models.outcomes import Outcome, tally
 from seeds import first_seed
 
 

@@ -7,11 +7,12 @@ import logging
 import time
 
 import torch
+from program_outcomes import tally
 
 from te_graph.testing import deterministic
 
 from .program import generate
-from .run import refusals, report, run, tally
+from .run import refusals, report, run
 
 
 def main() -> int:
@@ -36,7 +37,7 @@ def main() -> int:
             if time.monotonic() > end:
                 print(f"ended with seed {seed}")
                 break
-    counts = tally(outcomes)
+    counts = tally(outcomes, least_replays=2)
     print(dict(counts))
     for reason, count in refusals(outcomes).most_common(20):
         print(f"  {count:5d} x {reason}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from program_outcomes import Outcome
 from sequences import counts
 
 import te_graph as tg
@@ -18,26 +19,6 @@ from .pictures import difference, picture
 from .program import Program
 
 _CALLS = 8
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a program.
-
-    Attributes:
-        verdict: "same"; "refused", by an error that has left nothing; "both raised"; "differs"; "raised", where one run
-            alone does, or a refusal leaves something behind.
-        detail: what differs first, eager before graphed, or what was raised.
-        replays: in the graphed run.
-    """
-
-    verdict: str
-    detail: str = ""
-    replays: int = 0
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.verdict in ("differs", "raised")
 
 
 @dataclass
@@ -95,7 +76,7 @@ def _captures(step: Any) -> int:
 
 
 def run(program: Program, device: str = "cpu") -> Outcome:
-    """Run both ways."""
+    """Run both ways. Not wrong are "refused", by an error that has left nothing, and "both raised"."""
     graphed = _run(program, device, True, set())
     eager = _run(program, device, False, graphed.captures)
     for (what, expected), (_, got) in zip(eager.seen, graphed.seen, strict=False):
@@ -159,12 +140,3 @@ def refusals(outcomes: Iterable[Outcome]) -> Counter[str]:
     """How often there was which reason, without names and numbers."""
     told = (one.detail.partition(": CaptureError: ")[2] for one in outcomes if one.verdict == "refused")
     return Counter(re.sub(r"(argument|global variable|class|default of) \S+|\d+", r"\1 #", one)[:150] for one in told)
-
-
-def tally(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """How many there are of each verdict, "replayed" among these."""
-    found: Counter[str] = Counter()
-    for outcome in outcomes:
-        found[outcome.verdict] += 1
-        found["replayed"] += outcome.replays > 1
-    return found

@@ -1,6 +1,6 @@
 """Random graphs of layers: results are used several times, in several places, and gradients come from all of them.
 
-python -m tests.graphs.layers.random_models.dag_programs  # or with seeds: 0:200
+PYTHONPATH=tests/helpers python -m tests.graphs.layers.random_models.dag_programs  # or with seeds: 0:200
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from program_outcomes import Outcome
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .outcomes import Outcome, graph, outcome_of, rarely, replays_of, run_many
+from .outcomes import graph, outcome_of, rarely, replays_of, run_many
 
 WIDTH, STEPS = 10, 5
 KINDS = ("sum", "function", "gate", "where", "product")

@@ -7,12 +7,11 @@ import os
 import random
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from program_outcomes import Outcome, tally
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,27 +19,9 @@ import te_graph as tg
 from te_graph.testing import deterministic, find_differences
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a program.
-
-    Attributes:
-        verdict: "same"; "differs"; "raised", where the graphed run alone raises; "invalid", where the eager run does.
-        detail: what differs first, or what was raised.
-        replays: of forwards, in the graphed run.
-    """
-
-    verdict: str
-    detail: str = ""
-    replays: int = 0
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.verdict in ("differs", "raised")
-
-
 def outcome_of(train: Callable[[bool], tuple[list[Any], int]]) -> Outcome:
-    """Call ``train(is_graphed)``, which returns what it saw and the number of replays, both ways."""
+    """Call ``train(is_graphed)``, which returns what it saw and how many forwards were replays, both ways. Not wrong is
+    "invalid", where the eager run raises."""
     with deterministic(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -76,15 +57,6 @@ def replays_of(model: nn.Module) -> int:
 def rarely(rng: random.Random, usual: Any, *others: Any) -> Any:
     """``usual`` in most cases."""
     return rng.choice((usual, *others)) if rng.random() < 0.25 else usual
-
-
-def tally(outcomes: Iterable[Outcome]) -> Counter[str]:
-    """How many there are of each verdict, "replayed" among these."""
-    counts: Counter[str] = Counter()
-    for outcome in outcomes:
-        counts[outcome.verdict] += 1
-        counts["replayed"] += outcome.replays > 0
-    return counts
 
 
 def run_many(program: Callable[[int], Any], seeds: str = "0:50") -> None:

@@ -1,6 +1,6 @@
 """Random programs of training: a model, a loop, and what happens between its steps.
 
-python -m tests.graphs.layers.random_models.training_programs  # or with seeds: 0:200
+PYTHONPATH=tests/helpers python -m tests.graphs.layers.random_models.training_programs  # or with seeds: 0:200
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from program_outcomes import Outcome
 from torch import Tensor, nn
 
 import te_graph as tg
 
-from .outcomes import Outcome, graph, outcome_of, rarely, replays_of, run_many
+from .outcomes import graph, outcome_of, rarely, replays_of, run_many
 from .training_events import EVENTS, MASKS
 from .training_layers import WIDTH, LayerOptions
 from .training_model import TOKENS, Model, ModelOptions
